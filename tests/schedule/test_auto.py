@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import linear, looped, wave
+from jaxpipe.schedule.search import order_search
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.simulate import Costs
@@ -32,15 +34,19 @@ def on_devices(schedule, layers: list[Costs]):
     return device_clock(schedule, cut_layers(layers, schedule.placement)[1])
 
 
-@functools.cache
-def searched(p, memory_limit):
-    """For 4p microbatches; several tests look at one result."""
-    return auto(p, 4 * p, costs=COSTS, memory_limit=memory_limit)
+@contextlib.contextmanager
+def short_search() -> Iterator[None]:
+    """Few rules and moves: for what holds however far a search comes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXPIPE_NO_CACHE", "1")
+        patch.setattr(order_search, "_RULE_ACTIONS", 5_000)
+        patch.setattr(order_search, "_MOVED_ACTIONS", 20_000)
+        yield
 
 
 @pytest.mark.parametrize(("p", "memory_limit", "bar"), [(4, 4, 0.037), (4, 3, 0.072)])
 def test_bubble_on_devices(p, memory_limit, bar):
-    found = searched(p, memory_limit)
+    found = auto(p, 4 * p, costs=COSTS, memory_limit=memory_limit)
     validate(found)
     assert on_devices(found, [COSTS] * 2 * p).bubble_ratio <= bar
     assert max(peak_in_flight(found)) <= memory_limit * found.num_chunks
@@ -61,7 +67,8 @@ def test_any_placement_and_limit_gives_a_schedule_that_runs(p, m, chunks, shape,
         "looped": looped(p, num_chunks=chunks),
         "wave": wave(p, num_waves=chunks),
     }[shape]
-    found = auto(p, m, costs=prices, memory_limit=limit, placement=placement)
+    with short_search():
+        found = auto(p, m, costs=prices, memory_limit=limit, placement=placement)
     validate(found)
     assert (found.name, found.placement) == ("auto", placement)
     assert found.peak_in_flight == peak_in_flight(found)
@@ -72,7 +79,8 @@ def test_any_placement_and_limit_gives_a_schedule_that_runs(p, m, chunks, shape,
 def test_schedules_ordered_for_the_costs_of_users_are_not_ahead():
     layers, costs = [Costs(2.5, 3, 2, 0.25)] * 20, Costs(5, 6, 4, 0.25)
     theirs = catalog.build("hanayo", stages=5, microbatches=23, costs=costs, memory_limit=9)
-    found = auto(5, 23, layer_costs=layers, memory_limit=9)
+    with short_search():
+        found = auto(5, 23, layer_costs=layers, memory_limit=9)
     assert on_devices(found, layers).makespan <= device_clock(theirs, costs).makespan
 
 
@@ -86,7 +94,8 @@ def test_schedules_ordered_for_the_costs_of_users_are_not_ahead():
 )
 def test_nothing_ends_before_the_bound(p, m, layers, message, limit):
     layer_costs = [Costs(f, 1.2, 2 - f, message) for f in layers]
-    found = auto(p, m, layer_costs=layer_costs, memory_limit=limit)
+    with short_search():
+        found = auto(p, m, layer_costs=layer_costs, memory_limit=limit)
     validate(found)
     timeline, peak = on_devices(found, layer_costs), max(peak_in_flight(found))
     assert peak <= limit * found.num_chunks
@@ -95,12 +104,14 @@ def test_nothing_ends_before_the_bound(p, m, layers, message, limit):
 
 @pytest.mark.parametrize("kind", ["f", "b", "w"])
 def test_costs_so_far_apart_that_short_actions_are_lost_in_sums(kind):
-    validate(auto(4, 8, costs=Costs(**({"f": 1, "b": 1, "w": 1} | {kind: 2.0**63}))))
+    with short_search():
+        validate(auto(4, 8, costs=Costs(**({"f": 1, "b": 1, "w": 1} | {kind: 2.0**63}))))
 
 
 def test_the_same_arguments_give_the_same_schedule():
     arguments = {"costs": COSTS, "memory_limit": 1.5}
-    assert auto(2, 4, **arguments) == auto(2, 4, **arguments)
+    with short_search():
+        assert auto(2, 4, **arguments) == auto(2, 4, **arguments)
 
 
 def test_what_does_not_fit_is_refused():
@@ -114,9 +125,10 @@ def test_what_does_not_fit_is_refused():
 
 def test_costs_of_every_virtual_stage_are_planned_with():
     costs = [Costs(1, 1.2, 0.8)] * 3 + [Costs(3, 3.6, 2.4)] * 3
-    found, blind = (
-        auto(3, 5, costs=c, memory_limit=2, placement=wave(3)) for c in (costs, costs[0])
-    )
+    with short_search():
+        found, blind = (
+            auto(3, 5, costs=c, memory_limit=2, placement=wave(3)) for c in (costs, costs[0])
+        )
     validate(found)
     assert max(peak_in_flight(found)) <= 4
     assert device_clock(found, costs).makespan <= device_clock(blind, costs).makespan
@@ -125,10 +137,11 @@ def test_costs_of_every_virtual_stage_are_planned_with():
 @pytest.mark.parametrize(("message", "interleaves"), [(0, True), (5, False)])
 def test_the_placement_depends_on_the_time_of_messages(message, interleaves):
     layers = [Costs(1, 1.2, 0.8, message)] * 4
-    found = auto(2, 4, layer_costs=layers)
+    with short_search():
+        found = auto(2, 4, layer_costs=layers)
+        assert found == auto(2, 4, costs=layers[0])
     validate(found)
     assert (found.num_chunks > 1) == interleaves
-    assert found == auto(2, 4, costs=layers[0])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,9 @@ def test_no_named_schedule_of_the_same_model_in_the_same_memory_ends_before(
     p, m, layers, message, limit
 ):
     layer_costs = [Costs(1, 1.2, 0.8, message)] * layers
-    ends = on_devices(auto(p, m, layer_costs=layer_costs, memory_limit=limit), layer_costs).makespan
+    with short_search():
+        found = auto(p, m, layer_costs=layer_costs, memory_limit=limit)
+    ends = on_devices(found, layer_costs).makespan
     fitting = 0
     for entry in catalog.BUILT_IN:
         chunks = entry.default_chunks
@@ -168,13 +183,13 @@ def test_costs_alone_leave_the_placement_open_and_memory_that_would_pay_is_told(
     shape, half = ["--stages", "4", "--microbatches", "10"], Costs(1.75, 2.7, 2.01, 0.5)
     whole = dataclasses.replace(half, f=2 * half.f, b=2 * half.b, w=2 * half.w)
     best = device_clock(catalog.build("zb-h2", stages=4, microbatches=10, costs=whole), whole)
-    found = catalog.build("auto", stages=4, microbatches=10, costs=half, memory_limit=8)
-    assert on_devices(found, [half] * 8).makespan <= best.makespan
-    assert (
-        main(["show", "auto", *shape, "--costs", "1.75,2.7,2.01,0.5", "--memory-limit", "8"]) == 0
-    )
-    assert "half a microbatch more" not in capsys.readouterr().out
-    small = ["--stages", "2", "--microbatches", "6", "--memory-limit", "1"]
-    assert main(["show", "auto", *small]) == 0
+    costs = ["--costs", "1.75,2.7,2.01,0.5", "--memory-limit", "8"]
+    with short_search():
+        found = catalog.build("auto", stages=4, microbatches=10, costs=half, memory_limit=8)
+        assert on_devices(found, [half] * 8).makespan <= best.makespan
+        assert main(["show", "auto", *shape, *costs]) == 0
+        assert "half a microbatch more" not in capsys.readouterr().out
+        small = ["--stages", "2", "--microbatches", "6", "--memory-limit", "1"]
+        assert main(["show", "auto", *small]) == 0
     told = "half a microbatch more, --memory-limit 1.5: 20.4% sooner (interleaved)"
     assert told in capsys.readouterr().out

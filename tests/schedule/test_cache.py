@@ -50,11 +50,10 @@ def test_the_place_follows_the_xdg_specification(files, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["controllable-memory", "auto"])
 def test_searches_of_the_registry_are_kept_and_are_the_same_without_the_cache(files, name):
     generate = {"controllable-memory": controllable_memory, "auto": auto}[name]
-    costs = Costs(1, 1.2, 0.8)
-    pure = generate(3, 4, memory_limit=2.5, costs=costs)
+    pure = generate(2, 4, memory_limit=2)
     assert not files.exists()
     for _ in ("searched", "read"):
-        assert catalog.build(name, stages=3, microbatches=4, memory_limit=2.5, costs=costs) == pure
+        assert catalog.build(name, stages=2, microbatches=4, memory_limit=2) == pure
         assert len(list(files.iterdir())) == 1
 
 
@@ -93,19 +92,7 @@ def test_the_signature_stays():
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        "",
-        "[]",
-        pytest.param("[" * 100_000, id="deep"),
-        "{}",
-        "[[0, 9]]",
-        '[["F"]]',
-        "[[4, 4], [4, 4]]",
-        '{"orders": 1}',
-        "\udcff",
-        "0F0",
-    ],
+    "damage", ["", "[]", pytest.param("[" * 100_000, id="deep"), '{"orders": 1}', "\udcff", "0F0"]
 )
 def test_damaged_cache_files_are_replaced(damage, files):
     first = search(2, 4, 4)

@@ -19,10 +19,13 @@ from jaxpipe.schedule.generators.gpipe import gpipe
 
 
 def test_unknown_names_get_the_nearest():
-    with pytest.raises(ValueError, match=r"name='1f1d'.*\nNearest valid: '1f1b'\."):
-        catalog.build("1f1d", stages=2, microbatches=2)
-    with pytest.raises(ValueError, match="Nearest valid: 'gpipe'"):
-        catalog.build("GPipe", stages=2, microbatches=2)
+    for name, nearest in (
+        *(("1f1d", "'1f1b'"), ("GPipe", "'gpipe'"), ("vmin-fused", "'v-min'")),
+        *(("zero_bubble", "'zb-v'"), ("interleaved-published", "'interleaved'")),
+        *(("pipedream2bw", "'pipedream', '2bw'"), ("interleave", "'interleaved'")),
+    ):
+        with pytest.raises(ValueError, match=rf"name='{name}'.*\nNearest valid: {nearest}\."):
+            catalog.build(name, stages=2, microbatches=2)
 
 
 def test_all_failures_of_build_come_together():

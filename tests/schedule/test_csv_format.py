@@ -20,7 +20,8 @@ from jaxpipe.schedule.simulate import Costs
 settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
-NAMES = [entry.name for entry in catalog.entries()]
+NAMES = ["1f1b", "interleaved-fused", "zb-v", "dualpipe-v-published", "chimera"]
+"""One of every kind: whole and split backwards, one and several chunks, pairs, copies."""
 
 
 @st.composite
@@ -53,9 +54,8 @@ def test_any_valid_order_survives_the_round_trip(schedule):
     assert parse_csv(write_csv(schedule), name="any") == schedule
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
-@given(p=st.integers(1, 6), m=st.sampled_from([2, 4, 8]))
+@settings(max_examples=50)
+@given(name=st.sampled_from(NAMES), p=st.integers(1, 6), m=st.sampled_from([2, 4, 8]))
 def test_schedules_survive_the_round_trip(name, p, m):
     schedule = catalog.build(name, stages=p, microbatches=m)
     if schedule.placement.num_copies > 1:

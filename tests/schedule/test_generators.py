@@ -19,7 +19,7 @@ from jaxpipe.schedule.actions import (
     split_action,
     split_backwards,
 )
-from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.hanayo import hanayo
@@ -32,12 +32,13 @@ settings.register_profile("jaxpipe", deadline=None)
 settings.load_profile("jaxpipe")
 
 ENTRIES = {entry.name: entry for entry in catalog.entries()}
-NAMES = list(ENTRIES)
+NAMES = [name for name in ENTRIES if name not in ("auto", "controllable-memory")]
+"""Searches take a second or more, and have tests of their own."""
 LINEAR = ["gpipe", "gpipe-fused", "1f1b", "1f1b-fused", "zb-h1", "zb-h2"]
 stages = st.integers(1, 9)
 microbatches = st.integers(1, 14)
 costs = st.builds(Costs, *(st.integers(1, 9) for _ in range(3)))
-any_stages = pytest.mark.parametrize("p", range(2, 17))
+STAGES = (*range(2, 10), 12, 16)
 
 
 @st.composite
@@ -75,7 +76,7 @@ def fused(schedule: Schedule) -> bool:
 
 
 @given(built())
-@settings(max_examples=400)
+@settings(max_examples=300)
 def test_every_virtual_stage_and_microbatch_once_within_the_promised_memory(schedule):
     validate(schedule)
     if schedule.mixes_backwards:
@@ -180,12 +181,6 @@ def test_bubble_shrinks_with_the_chunks_of_looped_schedules(name, p, k, v, costs
         assert excess(schedule, costs) == pytest.approx(bubble)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-fused"])
-def test_a_group_of_more_than_all_microbatches_is_one_of_all(name):
-    found = [catalog.build(name, stages=4, microbatches=6, group=group) for group in (6, 10**9)]
-    assert found[0] == found[1]
-
-
 @given(stages, st.integers(1, 3), st.integers(0, 4), st.integers(1, 4))
 def test_a_larger_group_of_interleaved_has_the_same_bubble(p, k, extra, v):
     g = p + extra
@@ -193,50 +188,47 @@ def test_a_larger_group_of_interleaved_has_the_same_bubble(p, k, extra, v):
     assert excess(schedule, Costs(1, 1, 1)) == pytest.approx(3 * (p - 1) / v)
 
 
-@any_stages
 @pytest.mark.parametrize("costs", [Costs(1, 1, 1), Costs(4, 6, 3)])
-def test_bubble_of_the_zero_bubble_schedules(p, costs):
+def test_bubble_of_the_zero_bubble_schedules(costs):
     f, b, w = costs.f, costs.b, costs.w
-    for m in (p, 2 * p, 3 * p + 1):
-        schedule = catalog.build("zb-h1", stages=p, microbatches=m)
-        assert excess(schedule, costs) == (p - 1) * (f + b - w)
-    for m in (2 * p - 1, 3 * p):
-        schedule = catalog.build("zb-h2", stages=p, microbatches=m)
-        longest = max(simulate(schedule, costs).stage_spans)
-        assert longest - m * (f + b + w) == (p - 1) * (f + b - 2 * w)
-        assert excess(schedule, Costs(1, 1, 1)) == p - 1
-    for v in (2, 3):
-        schedule = catalog.build("interleaved-zb", stages=p, microbatches=2 * p, chunks=v)
-        assert excess(schedule, costs) == pytest.approx((p - 1) * (f + b - w) / v)
-    schedule = catalog.build("dualpipe-v", stages=p, microbatches=2 * p)
-    assert excess(schedule, Costs(1, 1, 1)) == pytest.approx((p - 1) / 2)
+    for p in STAGES:
+        for m in (p, 2 * p, 3 * p + 1):
+            schedule = catalog.build("zb-h1", stages=p, microbatches=m)
+            assert excess(schedule, costs) == (p - 1) * (f + b - w)
+        for m in (2 * p - 1, 3 * p):
+            schedule = catalog.build("zb-h2", stages=p, microbatches=m)
+            longest = max(simulate(schedule, costs).stage_spans)
+            assert longest - m * (f + b + w) == (p - 1) * (f + b - 2 * w)
+            assert excess(schedule, Costs(1, 1, 1)) == p - 1
+        for v in (2, 3):
+            schedule = catalog.build("interleaved-zb", stages=p, microbatches=2 * p, chunks=v)
+            assert excess(schedule, costs) == pytest.approx((p - 1) * (f + b - w) / v)
+        schedule = catalog.build("dualpipe-v", stages=p, microbatches=2 * p)
+        assert excess(schedule, Costs(1, 1, 1)) == pytest.approx((p - 1) / 2)
 
 
-@any_stages
-def test_peak_of_the_closed_form(p):
-    m = 3 * p
-    peaks = {
-        "gpipe": [m] * p,
-        "1f1b": [p - d for d in range(p)],
-        "interleaved": [2 * (p - d - 1) + p + 1 for d in range(p)],
-        "breadth-first": [2 * m] * p,
-        "modular": [2 * m] * p,
-        "hanayo": [2 * p] * p,
-        "hanayo-fused": [2 * p] * p,
-        "zb-h1": [p] * p,
-        "zb-h2": [2 * p - 1] * p,
-        "interleaved-zb": [2 * p] * p,
-        "dualpipe-v": [2 * p + 1] * p,
-    }
-    for name, expected in peaks.items():
-        schedule = catalog.build(name, stages=p, microbatches=m)
-        assert list(schedule.peak_in_flight) == expected
-        assert list(simulate(schedule, Costs(1, 1, 1)).peak_in_flight) == expected
+PEAKS = {
+    "gpipe": lambda p, d: 3 * p,
+    "1f1b": lambda p, d: p - d,
+    "interleaved": lambda p, d: 2 * (p - d - 1) + p + 1,
+    "breadth-first": lambda p, d: 6 * p,
+    "modular": lambda p, d: 6 * p,
+    "hanayo": lambda p, d: 2 * p,
+    "hanayo-fused": lambda p, d: 2 * p,
+    "zb-h1": lambda p, d: p,
+    "zb-h2": lambda p, d: 2 * p - 1,
+    "interleaved-zb": lambda p, d: 2 * p,
+    "dualpipe-v": lambda p, d: 2 * p + 1,
+}
+"""In chunks on stage d, for 3p microbatches."""
 
 
-def test_peaks_of_the_published_table():
-    schedule = catalog.build("interleaved", stages=4, microbatches=8, chunks=2)
-    assert simulate(schedule, Costs(1, 1, 1)).peak_in_flight == (11, 9, 7, 5)
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak_of_the_closed_form(name):
+    for p in STAGES:
+        schedule = catalog.build(name, stages=p, microbatches=3 * p)
+        expected = tuple(PEAKS[name](p, d) for d in range(p))
+        assert schedule.peak_in_flight == peak_in_flight(schedule) == expected
 
 
 @pytest.mark.parametrize(("waves", "ratio"), [(1, 0.368), (2, 0.238), (4, 0.135)])
@@ -247,13 +239,13 @@ def test_bubble_of_hanayo(waves, ratio):
     assert max(timeline.peak_in_flight) == 2 * waves * 8
 
 
-@any_stages
-def test_the_wave_goes_on_across_units(p):
-    for m in (p, p + 1, 2 * p, 5 * p + 1):
-        schedule = catalog.build("hanayo-fused", stages=p, microbatches=m)
-        assert excess(schedule, Costs(1, 1, 1)) == 2 * (p - 1)
-        schedule = catalog.build("hanayo", stages=p, microbatches=m)
-        assert excess(schedule, Costs(1, 1, 1)) <= (p - 1) / 2 + 2
+def test_the_wave_goes_on_across_units():
+    for p in STAGES:
+        for m in (p, p + 1, 2 * p, 5 * p + 1):
+            schedule = catalog.build("hanayo-fused", stages=p, microbatches=m)
+            assert excess(schedule, Costs(1, 1, 1)) == 2 * (p - 1)
+            schedule = catalog.build("hanayo", stages=p, microbatches=m)
+            assert excess(schedule, Costs(1, 1, 1)) <= (p - 1) / 2 + 2
 
 
 @given(stages, microbatches, st.integers(1, 3), st.sampled_from([1, 1.5, 2, 5]), st.booleans())
@@ -265,20 +257,12 @@ def test_hanayo_runs_under_any_cap_that_holds_a_microbatch(p, m, waves, memory_l
     assert schedule.peak_in_flight == (int(2 * waves * min(memory_limit, m)),) * p
 
 
-@pytest.mark.parametrize("waves", [1, 2, 4])
-def test_hanayo_beats_1f1b_beyond_one_unit(waves):
-    schedule = catalog.build("hanayo-fused", stages=8, microbatches=32, chunks=2 * waves)
-    assert simulate(schedule, Costs(1, 1, 1)).bubble_ratio < 0.13
-    one_f_one_b = catalog.build("1f1b-fused", stages=8, microbatches=32)
-    assert simulate(one_f_one_b, Costs(1, 1, 1)).bubble_ratio > 0.17
-
-
-@pytest.mark.parametrize("p", range(2, 17, 2))
-def test_bubble_of_chimera_at_one_unit(p):
-    schedule = catalog.build("chimera-fused", stages=p, microbatches=p)
-    assert simulate(schedule, Costs(1, 1, 1)).makespan == 3 * p + 2 * (p - 2)
-    assert max(simulate(schedule, Costs(1, 1, 1)).peak_in_flight) == p
-    assert schedule.num_chunks == 1
+def test_bubble_of_chimera_at_one_unit():
+    for p in range(2, 17, 2):
+        schedule = catalog.build("chimera-fused", stages=p, microbatches=p)
+        assert simulate(schedule, Costs(1, 1, 1)).makespan == 3 * p + 2 * (p - 2)
+        assert max(peak_in_flight(schedule)) == p
+        assert schedule.num_chunks == 1
 
 
 @given(p=stages, m=microbatches, cost=st.integers(1, 5))
@@ -301,12 +285,6 @@ def test_spans_leave_out_the_wait_for_the_first_and_after_the_last_action():
     timeline = simulate(catalog.build("1f1b-fused", stages=4, microbatches=8), Costs(1, 1, 1))
     assert timeline.makespan == 33
     assert timeline.stage_spans == (33, 30, 27, 24)
-
-
-def test_large_schedules_are_practical():
-    schedule = catalog.build("1f1b", stages=64, microbatches=256)
-    timeline = simulate(schedule, Costs(1, 1, 1))
-    assert timeline.makespan == 3 * 256 + 2 * 63
 
 
 def test_costs_report_every_problem_at_once():

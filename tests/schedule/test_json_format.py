@@ -16,8 +16,8 @@ _COSTS = Costs(1, 1.2, 0.8)
 _SCHEDULE = one_f_one_b(2, 4)
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in catalog.entries()])
-def test_every_schedule_survives_the_round_trip(name):
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v-published", "chimera", "auto"])
+def test_schedules_survive_the_round_trip(name):
     schedule = catalog.build(name, stages=4, microbatches=8, costs=_COSTS)
     assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
 

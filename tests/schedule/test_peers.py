@@ -16,9 +16,8 @@ from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 SAMPLE = ((2, 3), (3, 2), (4, 4), (4, 8), (5, 7), (8, 8), (8, 16))
 GRID = tuple(itertools.product(range(2, 10), range(1, 26)))
 """p and m."""
-shapes = pytest.mark.parametrize(
-    ("p", "m"),
-    [*SAMPLE, *(pytest.param(*s, marks=pytest.mark.slow) for s in GRID if s not in SAMPLE)],
+grids = pytest.mark.parametrize(
+    "grid", [SAMPLE, pytest.param(GRID, marks=pytest.mark.slow)], ids=["sample", "grid"]
 )
 
 
@@ -64,13 +63,15 @@ def interleaved_in_pytorch(p: int, m: int, v: int) -> Schedule | None:
     return Schedule("pytorch", looped(p, num_chunks=v), m, tuple(orders))
 
 
-@shapes
-@pytest.mark.parametrize("v", [1, 2, 4])
-def test_interleaved_zb_is_as_good_as_pytorchs(p, m, v):
-    if (other := interleaved_in_pytorch(p, m, v)) is None:
-        return
-    ours = catalog.build("interleaved-zb", stages=p, microbatches=m, chunks=v)
-    assert_at_least_equal(ours, other)
+@grids
+def test_interleaved_schedules_are_as_good_as_pytorchs(grid):
+    for (p, m), v in itertools.product(grid, (1, 2, 4)):
+        shape, rounds = {"stages": p, "microbatches": m, "chunks": v}, max(1, m // p)
+        if (other := interleaved_in_pytorch(p, m, v)) is not None:
+            assert_at_least_equal(catalog.build("interleaved-zb", **shape), other)
+        if m % rounds == 0 and m >= p:
+            pytorch = catalog.build("interleaved-fused", **shape, group=m // rounds)
+            assert makespan(catalog.build("interleaved-fused", **shape)) <= makespan(pytorch)
 
 
 def test_interleaved_zb_keeps_as_little_as_pytorchs():
@@ -78,20 +79,11 @@ def test_interleaved_zb_keeps_as_little_as_pytorchs():
     assert (makespan(schedule), max(peak_in_flight(schedule))) == (103, 16)
 
 
-@shapes
-def test_zb_h2_never_ends_after_zb_h1(p, m):
-    first, second = (catalog.build(name, stages=p, microbatches=m) for name in ("zb-h1", "zb-h2"))
-    assert makespan(second) <= makespan(first)
-
-
-@shapes
-@pytest.mark.parametrize("v", [1, 2, 4])
-def test_fused_interleaved_ends_as_early_as_with_pytorchs_groups(p, m, v):
-    rounds = max(1, m // p)
-    if m % rounds == 0 and m >= p:
-        shape = {"stages": p, "microbatches": m, "chunks": v}
-        pytorch = catalog.build("interleaved-fused", **shape, group=m // rounds)
-        assert makespan(catalog.build("interleaved-fused", **shape)) <= makespan(pytorch)
+@grids
+def test_zb_h2_never_ends_after_zb_h1(grid):
+    for p, m in grid:
+        first, second = (catalog.build(f"zb-h{n}", stages=p, microbatches=m) for n in (1, 2))
+        assert makespan(second) <= makespan(first)
 
 
 def test_groups_smaller_than_the_pipeline():
@@ -100,11 +92,11 @@ def test_groups_smaller_than_the_pipeline():
     assert (makespan(schedule) / 2, max(peak_in_flight(schedule)) / 2) == (28, 3)
 
 
-@pytest.mark.parametrize("p", range(2, 9))
-def test_every_group_of_at_least_half_of_the_stages_runs(p):
-    for group, v, m in itertools.product(range(-(-p // 2), p), (1, 2, 3), (p - 1, 2 * p + 1)):
-        for name in ("interleaved", "interleaved-fused"):
-            validate(catalog.build(name, stages=p, microbatches=m, chunks=v, group=group))
+def test_every_group_of_at_least_half_of_the_stages_runs():
+    for p in range(2, 9):
+        for group, v, m in itertools.product(range(-(-p // 2), p), (1, 3), (p - 1, 2 * p + 1)):
+            for name in ("interleaved", "interleaved-fused"):
+                validate(catalog.build(name, stages=p, microbatches=m, chunks=v, group=group))
 
 
 @pytest.mark.parametrize(
@@ -137,33 +129,26 @@ def test_zb_v_ends_as_early_as_its_authors_where_messages_take_time(p, m, costs,
     assert max(peak_in_flight(schedule)) <= 2 * p
 
 
-@pytest.mark.parametrize("m", range(1, 12))
-def test_v_min_of_two_stages_is_v_half(m):
-    least, half = (catalog.build(name, stages=2, microbatches=m) for name in ("v-min", "v-half"))
-    assert least == dataclasses.replace(half, name="v-min")
+def test_v_min_of_two_stages_is_v_half():
+    for m in range(1, 12):
+        least, half = (catalog.build(n, stages=2, microbatches=m) for n in ("v-min", "v-half"))
+        assert least == dataclasses.replace(half, name="v-min")
 
 
 REORDERED = [entry.name for entry in catalog.entries() if entry.reordered]
 COSTS = (Costs(1, 1, 1, 0.1), Costs(1, 1.2, 0.8, 0.5), Costs(1, 2, 1), Costs(3, 4, 2, 1))
-
-
-COVERING = [(*shape, COSTS[n % len(COSTS)]) for n, shape in enumerate(SAMPLE)]
-"""Every shape of the sample with one of the costs."""
+COVERING = [(shape, COSTS[n % len(COSTS)]) for n, shape in enumerate(SAMPLE[:-1])]
+"""Shapes of the sample, each with one of the costs."""
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "costs"),
-    [
-        *COVERING,
-        *(
-            pytest.param(p, m, costs, marks=pytest.mark.slow)
-            for (p, m), costs in itertools.product(GRID, COSTS)
-            if (p, m, costs) not in COVERING
-        ),
-    ],
+    "grid",
+    [COVERING, pytest.param([*itertools.product(GRID, COSTS)], marks=pytest.mark.slow)],
+    ids=["sample", "grid"],
 )
-def test_orders_for_real_costs_are_never_behind_the_published_ones(p, m, costs):
-    for name in REORDERED:
+@pytest.mark.parametrize("name", REORDERED)
+def test_orders_for_real_costs_are_never_behind_the_published_ones(name, grid):
+    for (p, m), costs in grid:
         shape = {"stages": p, "microbatches": m, "costs": costs}
         published = catalog.build(f"{name}-published", **shape)
         assert published.orders == catalog.build(name, stages=p, microbatches=m).orders
