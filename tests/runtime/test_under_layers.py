@@ -31,7 +31,7 @@ def layers_in_shares(monkeypatch):
 
 FEW = [
     ("breadth-first-fused", 2, 3, 8, 4, {}),
-    ("modular-fused", 2, 1, 8, 8, {"weights": "unrolled"}),
+    ("modular-fused", 2, 1, 8, 4, {"weights": "unrolled"}),
 ]
 
 
