@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,12 @@ def test_the_wheel_ships_the_library_alone_and_requires_what_it_imports():
     assert imported - sys.stdlib_module_names <= providers.keys()
     assert used & required == required
     assert all(required & set(providers[name]) for name in imported & providers.keys())
+
+
+def test_the_extras_for_gpus_are_extras_of_jax():
+    extras = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.match(r"jax\[(\w+)\]", *extras[name])[1] for name in ("gpu", "gpu-cuda13")}
+    assert named == {"cuda12", "cuda13"} <= {*metadata("jax").get_all("Provides-Extra")}
 
 
 def test_the_command_prints_its_version(capsys):

@@ -109,8 +109,8 @@ def compare(
       weight_bytes: bytes of one copy of a full stage's weights, gradients and optimizer state; with
         --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
       activation_bytes: bytes that one microbatch keeps on a full stage.
-      out: a picture of the comparison to write, .svg or .png; or .html, a page on which a browser
-        shows the schedules one above the other, each as `show` does.
+      out: a picture of the comparison to write, .svg; or .html, a page on which a browser shows the
+        schedules one above the other, each as `show` does.
     """
     refuse(below_one(stages=stages, microbatches=microbatches))
     check_size(stages, microbatches, 1)

@@ -142,7 +142,7 @@ def updated(pipe: jaxpipe.Pipeline, optimizer, params: dict, gradients: dict) ->
 
 
 def expected_update(optimizer, params: dict, gradients: dict) -> dict:
-    """What `updated` must give: optax, on one tree for each of the stacked layers."""
+    """The same by optax alone, on one tree for each of the stacked layers."""
     count = len(jax.tree.leaves(params["layers"])[0])
 
     def apart(tree: dict) -> dict:

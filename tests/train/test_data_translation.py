@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import polib
 import pytest
 from rich.console import Console
 
@@ -163,7 +164,6 @@ def test_a_malformed_catalogue_names_the_file_and_the_line(catalogue, content, m
 
 
 def test_a_compiled_catalogue_is_read_where_its_source_is_not_there(tmp_path):
-    polib = pytest.importorskip("polib")
     body = 'msgid "one file"\nmsgid_plural "%(n)d files"\nmsgstr[0] "eins"\nmsgstr[1] "%(n)d"\n'
     path = tmp_path / "xx_YY" / "LC_MESSAGES" / "app.po"
     path.parent.mkdir(parents=True)

@@ -22,7 +22,7 @@ from train.data.folder import META_FILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(abc.ABC):
+class DataOptions(abc.ABC):
     """The options that every kind of data has."""
 
     out: Path
@@ -44,7 +44,7 @@ class Options(abc.ABC):
         return [f"{given} must lie between 0 and 1, for example 0.05."]
 
 
-OptionsT = TypeVar("OptionsT", bound=Options)
+OptionsT = TypeVar("OptionsT", bound=DataOptions)
 MetaT = TypeVar("MetaT")
 
 

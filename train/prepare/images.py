@@ -27,7 +27,7 @@ _GRAY_MODES = ("1", "L")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageOptions(folders.Options):
+class ImageOptions(folders.DataOptions):
     """Turns labelled images into arrays to train on."""
 
     source: str = "digits"

@@ -48,7 +48,7 @@ _STDLIB_SKIPPED = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareOptions(folders.Options):
+class PrepareOptions(folders.DataOptions):
     """Turns a folder of text into a tokenizer and token files."""
 
     text: Path | None = None

@@ -55,7 +55,7 @@ _PLURAL_RULE = re.compile(r"plural\s*=\s*([^;]+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TranslationOptions(folders.Options):
+class TranslationOptions(folders.DataOptions):
     """Turns message catalogues into sentence pairs and a tokenizer that both languages share."""
 
     locales: tuple[str, ...] = ("de",)
@@ -309,11 +309,11 @@ def _no_catalogue(
     )
 
 
-def by_locale(folders: Iterable[Path]) -> dict[str, list[Path]]:
+def by_locale(roots: Iterable[Path]) -> dict[str, list[Path]]:
     """Finds the catalogues ``LOCALE/LC_MESSAGES/*`` at any depth of some folders."""
     catalogues: dict[str, list[Path]] = {}
-    for folder in folders:
-        for path in sorted(folder.glob("**/LC_MESSAGES/*.[mp]o")):
+    for root in roots:
+        for path in sorted(root.glob("**/LC_MESSAGES/*.[mp]o")):
             if path.suffix == ".po" or not path.with_suffix(".po").exists():
                 catalogues.setdefault(path.parent.parent.name, []).append(path)
     return catalogues

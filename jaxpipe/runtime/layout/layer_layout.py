@@ -63,7 +63,7 @@ class Piece:
         self.piece = piece
 
     def leaves_of(self, example: int) -> Leaves:
-        """What is stored, every array a `Leaf`; ``example`` is a layer of its kind."""
+        """The stored arrays of a layer, each a `Leaf`; ``example`` is one of its kind."""
         return self.piece
 
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:

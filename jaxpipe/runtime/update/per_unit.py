@@ -162,11 +162,11 @@ class PerUnit:
         return parts, jaxprs.values(program.targets, env)
 
     def _scalars(self, kind: _Kind, stored: Sequence[Stored], env: Env) -> list[jax.Array]:
-        """What the unit gives to all others."""
+        """Computes the scalars that a unit gives to all others."""
         return list(map(whole, self._run_unit(kind, self._own(kind, stored), env)[1]))
 
     def _renew(self, kind: _Kind, stored: Sequence[Stored], env: Env) -> list[Stored]:
-        """What is stored of every component but the first after the unit has run."""
+        """Runs a unit; returns its arrays of every component but the first."""
         owned, results = self._own(kind, stored), []
         parts, targets = self._run_unit(kind, owned, env)
         values = iter(targets)
@@ -250,7 +250,7 @@ class PerUnit:
         )
 
     def _read(self, component: int, arrays: Arrays, at: At, example: int) -> Stored:
-        """What is stored for a layer of a component; ``example`` is a layer of its kind."""
+        """Reads a layer of a component; ``example`` is a layer of its kind."""
         layout = self._layouts[component]
         return layout.read(arrays, layout.layer_at(at, example))
 
