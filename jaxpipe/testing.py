@@ -181,8 +181,12 @@ def assert_matches_unpipelined(
         for schedule in schedules
     ]
     evaluations: dict[Any, Any] = {}
-    args = evaluations, params, batch, rng, states, reference
-    compared = [array for pipe in pipes for array in _compared_by_name(pipe, floor, *args)]
+    args = params, batch, rng, states
+    compared = [
+        array
+        for pipe in pipes
+        for array in _compared_by_name(pipe, floor, reference, evaluations, args)
+    ]
     if max(array.relative for array in compared) > tolerance:
         raise AssertionError(_report(compared, tolerance))
     return pipes
@@ -205,12 +209,18 @@ def _own_reference(model: Model) -> Callable[..., Any]:
     return functools.partial(unpipelined.loss, model)
 
 
-def _compared_by_name(pipe: Pipeline, floor: float, *args: Any) -> Iterator[_Compared]:
+def _compared_by_name(
+    pipe: Pipeline,
+    floor: float,
+    reference: Callable[..., Any],
+    evaluations: dict[Any, Any],
+    args: tuple[Params, Batch, Key, States],
+) -> Iterator[_Compared]:
     """Compares all arrays of a pipeline's results with those of the reference."""
     import chex
 
     case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
-    got, want = _results(pipe, *args)
+    got, want = _results(pipe, reference, evaluations, args)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want, custom_message=f"with {case}")
     for name in want:
         yield from _compared(case, name, got[name], want[name], floor)
@@ -240,14 +250,12 @@ def _reference(
 
 def _results(
     pipe: Pipeline,
-    evaluations: dict[Any, Any],
-    params: Params,
-    batch: Batch,
-    rng: Key,
-    states: States,
     reference: Callable[..., Any],
+    evaluations: dict[Any, Any],
+    args: tuple[Params, Batch, Key, States],
 ) -> tuple[dict[str, Tree], dict[str, Tree]]:
     """Computes the results of the pipeline and of the reference, by the same names."""
+    params, batch, rng, states = args
     placed, placed_states = pipe.place(params), None
     if states is not None:
         placed_states = pipe.place_states(states)
@@ -263,7 +271,7 @@ def _results(
     if states is not None:
         got["states"] = pipe.unplace_states(got["states"])
     expected, gradients = _reference(
-        *partition(params, pipe.trainable),
+        *partition(params, pipe.options.trainable),
         batch,
         rng,
         states,

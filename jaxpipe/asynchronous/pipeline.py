@@ -146,7 +146,7 @@ class AsyncPipeline:
         scaled = rescheduling_steps is not None
         # Embedding and head are updated in some ticks, and read in all: every stage has them.
         self._layout = pipe.layout if pipe.table.together else pipe.layout.whole_outer
-        parts = PlacedOptimizer(optimizer, self._layout, zero=pipe.zero, scaled=scaled)
+        parts = PlacedOptimizer(optimizer, self._layout, zero=pipe.options.zero, scaled=scaled)
         parts.check_parts()
         self._rules = Rules(
             self.steady,
@@ -276,7 +276,7 @@ class AsyncPipeline:
         if (steady := state.get("steady") or self.steady) != self.steady:
             problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
         if not problems:  # only then can the model be traced
-            refuse(checks.batch(batch, self.pipe))
+            refuse(self.pipe.batch_problems(batch))
             expected = jax.eval_shape(self._flight, at_rest)
             problems = mismatches("state['flight']", state.get("flight"), expected)
         problems += [_OTHER_STATE] if problems else []
@@ -312,7 +312,7 @@ class AsyncPipeline:
         def newest(state: AsyncState) -> Placed:
             return with_stages(run.newest_weights(self._setup, self._rules, state))
 
-        out_specs = self._layout.specs(sharded=self.pipe.zero == 3)
+        out_specs = self._layout.specs(sharded=self.pipe.options.zero == 3)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
@@ -412,7 +412,7 @@ class AsyncPipeline:
     def _specs(self) -> dict[str, Any]:
         """Partition specs of the state's parts."""
 
-        layout, zero, axes = self._layout, self.pipe.zero, self.pipe.axes
+        layout, zero, axes = self._layout, self.pipe.options.zero, self.pipe.axes
         weights = layout.specs(sharded=zero == 3)
         states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
@@ -476,7 +476,7 @@ def _check_arguments(
         )
     if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
-        problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+        problems.append(Problem("weights", pipe.options.weights, rule, {"weights": "stacked"}))
     if pipe.model.uses_axes:
         problems.append(
             "An asynchronous pipeline splits no layer over devices, as Model.axes and "
@@ -486,12 +486,12 @@ def _check_arguments(
         problems.append(
             "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
         )
-    if pipe.compute_dtype is not None:
+    if pipe.options.compute_dtype is not None:
         rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
-        problems.append(Problem("compute_dtype", str(pipe.compute_dtype), rule, (None,)))
-    if pipe.residuals == "host":
+        problems.append(Problem("compute_dtype", str(pipe.options.compute_dtype), rule, (None,)))
+    if pipe.options.residuals == "host":
         rule = "would leave the host between calls: what is in flight is a part of the state"
-        problems.append(Problem("residuals", pipe.residuals, rule, ("device",)))
+        problems.append(Problem("residuals", pipe.options.residuals, rule, ("device",)))
     if SHARED in pipe.layout.outer:
         problems.append(
             "params['shared'] has no place in an asynchronous pipeline, whose stages update their "

@@ -7,21 +7,18 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
-from jaxpipe.runtime import filters, host
-from jaxpipe.runtime.filters import Filter
+from jaxpipe.runtime import filters
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.remat import unknown_remat
 from jaxpipe.runtime.layout import precision, splits
-from jaxpipe.runtime.layout.whole_model import LAYOUTS, SHARED
+from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
@@ -35,10 +32,6 @@ from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
 
-if TYPE_CHECKING:
-    from jaxpipe.runtime.layout.placing import Placing
-    from jaxpipe.runtime.pipeline import Pipeline
-
 
 def num_layers(layers: Params) -> int:
     """How many layers canonical ``params["layers"]`` hold."""
@@ -51,19 +44,12 @@ def num_layers(layers: Params) -> int:
 def arguments(
     model: Model,
     params: Params,
-    states: States,
     schedule: Schedule | None,
+    *,
     mesh: Mesh,
     axes: Axes,
-    trainable: Filter | None,
-    compute_dtype: DTypeLike | None,
-    full_precision: Filter,
-    remat: str,
-    zero: int,
-    weights: str,
-    weight_slots: int,
-    residuals: str,
-    layer_counts: Sequence[int] | None,
+    states: States,
+    options: Options,
 ) -> Iterator[Problem | str]:
     """Everything that does not fit among the arguments of `Pipeline`.
 
@@ -73,24 +59,14 @@ def arguments(
     yield from malformed_mesh
     if schedule is not None:
         yield from _schedule(schedule, mesh, None if malformed_mesh else axes)
-    if remat != "auto":
-        yield from unknown_remat(remat)
-    if zero not in (0, 1, 2, 3):
-        nearest = (min(max(zero, 0), 3),) if isinstance(zero, int) else (0, 1, 2, 3)
-        yield Problem("zero", zero, "is not a level", nearest)
-    if weights not in LAYOUTS:
-        rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
-        yield Problem("weights", weights, rule)
-    if not isinstance(weight_slots, int) or weight_slots < 1:
-        yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
-    yield from host.of_residuals(residuals, mesh)
+    yield from options.problems(mesh)
     if not isinstance(model, Model):
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
         return
     yield from misfits(model)
-    malformed = list(_parameters(model, params, trainable, weights))
+    malformed = list(_parameters(model, params, options))
     if not malformed:
-        malformed += precision.problems(params, compute_dtype, full_precision)
+        malformed += precision.problems(params, options.compute_dtype, options.full_precision)
     if not malformed and not malformed_mesh:
         malformed += splits.problems(model, params, mesh, axes)
     if model.stateful != (states is not None):
@@ -103,7 +79,7 @@ def arguments(
         yield from _order(schedule)
     if states is not None:
         malformed += _states(states)
-    yield from malformed or _counts(params, states, schedule, layer_counts)
+    yield from malformed or _counts(params, states, schedule, options.layer_counts)
 
 
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
@@ -121,9 +97,7 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
 _PARTS = ("embed", "layers", "head")
 
 
-def _parameters(
-    model: Model, params: Params, trainable: Filter | None, weights: str
-) -> Iterator[Problem | str]:
+def _parameters(model: Model, params: Params, options: Options) -> Iterator[Problem | str]:
     """What is wrong with the parameters a pipeline is built from."""
     if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
         found = f"a {type(params).__name__}."
@@ -131,10 +105,10 @@ def _parameters(
             found = " ".join([f"the keys {list(params)}.", *_keys(params)])
         yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
-    if others := [*not_arrays("params", params), *filters.untrainable(trainable, params)]:
+    if others := [*not_arrays("params", params), *filters.untrainable(options.trainable, params)]:
         yield from others
     elif is_sequence(params["layers"]) or not model.layers_are_alike:
-        yield from _separate(model, params["layers"], weights)
+        yield from _separate(model, params["layers"], options.weights)
     else:
         yield from _stacked("params['layers']", params["layers"])
 
@@ -315,18 +289,6 @@ def placed(
     return [*lines, f"{name} must be as `{method}` returns it."]
 
 
-NO_STATES = "This model's layers keep no state: Pipeline was given no states."
-
-
-def given_states(states: States, placing: Placing | None) -> list[str]:
-    """What is wrong with the states of a step; ``placing`` is that of a stateful model's."""
-    if placing is None:
-        return [] if states is None else [NO_STATES]
-    if states is None:
-        return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
-    return placing.problems("states", states)
-
-
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
     """What is wrong with an optimizer's state."""
     lines = mismatches(name, tree, expected)
@@ -364,10 +326,8 @@ def key(rng: Key) -> Iterator[str]:
         yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
-def batch(tree: Tree, pipe: Pipeline) -> Iterator[str]:
+def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
     """What is wrong with a batch."""
-    num_microbatches = pipe.schedule.num_microbatches
-    num_shards = pipe.axes.num_shards(pipe.mesh)
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):

@@ -59,10 +59,10 @@ def load_params(pipe: Pipeline, read: Read) -> Placed:
     """
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)
-    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.zero == 3)
+    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.options.zero == 3)
     if pipe.frozen is None:
         return params
-    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.zero == 3)
+    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.options.zero == 3)
     return params | {FROZEN: frozen}
 
 

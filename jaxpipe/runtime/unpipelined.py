@@ -60,8 +60,16 @@ def loss(
     def collect(result: Tree, of_layers: _OfLayers) -> Tree:
         return losses.addable(jax.tree.map(jnp.asarray, result)), of_layers
 
-    args = params, batch, rng, (num_microbatches, data_shards), states
-    found, last = _run(model, model.head_loss, collect, *args)
+    found, last = _run(
+        model,
+        model.head_loss,
+        collect,
+        params,
+        batch,
+        rng=rng,
+        shape=(num_microbatches, data_shards),
+        states=states,
+    )
     sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
     combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
@@ -119,8 +127,16 @@ def outputs(
     states: Sequence[States] | None = None,
 ) -> Tree:
     """What `Model.output` returns for a batch, in the order of its rows; arguments as of `loss`."""
-    args = params, batch, rng, (num_microbatches, data_shards), states
-    found, _ = _run(model, model.output, lambda result, _: result, *args)
+    found, _ = _run(
+        model,
+        model.output,
+        lambda result, _: result,
+        params,
+        batch,
+        rng=rng,
+        shape=(num_microbatches, data_shards),
+        states=states,
+    )
     return jax.tree.map(lambda w: jnp.moveaxis(w, 1, 2).reshape(-1, *w.shape[3:]), found)
 
 
@@ -130,6 +146,7 @@ def _run(
     collect: Callable[[Tree, _OfLayers], Tree],
     params: Params,
     batch: Batch,
+    *,
     rng: Key,
     shape: tuple[int, int],
     states: Sequence[States] | None,
@@ -155,7 +172,9 @@ def _run(
         def key(layer: Index) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        result, of_layers, renewed = _microbatch(model, head, wide, params, rows, key, states)
+        result, of_layers, renewed = _microbatch(
+            model, head, wide, params, rows, key=key, states=states
+        )
         return renewed, collect(result, of_layers)
 
     def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
@@ -179,6 +198,7 @@ def _microbatch(
     params: Params,
     like: Params,
     rows: Batch,
+    *,
     key: Callable[[Index], Key],
     states: tuple[States, ...],
 ) -> tuple[Tree, _OfLayers, tuple[States, ...]]:

@@ -264,7 +264,8 @@ def split_layer(
     """
     refuse(unknown_remat(remat))
     args = params, frozen, x, context, state
-    return _cut(_trace(layer, *args, REMAT_POLICIES[remat], loss_scale), early)
+    traced = _trace(layer, *args, policy=REMAT_POLICIES[remat], loss_scale=loss_scale)
+    return _cut(traced, early)
 
 
 def _trace(
@@ -274,6 +275,7 @@ def _trace(
     x: Activation,
     context: Tree,
     state: States,
+    *,
     policy: Any,
     loss_scale: float,
 ) -> _Traced:

@@ -278,6 +278,7 @@ def make_layouts(
     frozen: Params,
     stage_split: Tree,
     splits: Splits,
+    *,
     mesh: Mesh,
     axes: Axes,
     table: TickTable,

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.kinds import Layers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
@@ -81,7 +80,7 @@ def within(
 
     Other arguments as for `buffers`.
     """
-    refuse(checks.batch(batch, pipe))
+    refuse(pipe.batch_problems(batch))
     results: list[Read] = []
 
     def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
