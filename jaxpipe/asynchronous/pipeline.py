@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +221,7 @@ class AsyncPipeline:
 
         return init(params, optimizer_state, rng, states, step)
 
-    def _at_rest(self, *given: Any) -> AsyncState:
+    def _at_rest(self, *given: Tree) -> AsyncState:
         """The state without what is in flight."""
         params, optimizer_state, batch, rng, states, step = given
         # A state to be donated must not share an array, with itself or with the caller.
@@ -355,7 +354,7 @@ class AsyncPipeline:
 
     # Running.
 
-    def step(self, state: AsyncState, batch: Batch, rng: Key = None) -> tuple[AsyncState, Any]:
+    def step(self, state: AsyncState, batch: Batch, rng: Key = None) -> tuple[AsyncState, Tree]:
         """Lets a minibatch enter: N ticks.
 
         Args:
@@ -384,7 +383,7 @@ class AsyncPipeline:
         state, left = step(state, batch, rng)
         return state, jax.tree.map(lambda w: w[0], left)
 
-    def drain(self, state: AsyncState) -> tuple[AsyncState, Any]:
+    def drain(self, state: AsyncState) -> tuple[AsyncState, Tree]:
         """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
 
         Training goes on from the state it returns, with an empty pipeline. To evaluate a run
@@ -409,7 +408,7 @@ class AsyncPipeline:
         return self.pipe.shard_map(body, (self._specs,), (self._specs, P()))(state)
 
     @cached_property
-    def _specs(self) -> dict[str, Any]:
+    def _specs(self) -> dict[str, Tree]:
         """Partition specs of the state's parts."""
 
         layout, zero, axes = self._layout, self.pipe.options.zero, self.pipe.axes

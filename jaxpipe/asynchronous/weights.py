@@ -7,7 +7,7 @@ slot an action reads. T2 corrects what a backward reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxpipe.runtime.tick.weights import WeightSource
 from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import Integer
 
 
 class Versions(NamedTuple):
@@ -79,7 +80,7 @@ class Versioned(WeightSource):
 
     steady: SteadyState
     corrects: bool
-    reads: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    reads: dict[str, dict[str, Integer]] = dataclasses.field(default_factory=dict)
 
     def layer(self, work: LayerWork) -> list[Stored]:
         params, held = work.fixed.params, work.held

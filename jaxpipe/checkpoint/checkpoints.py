@@ -28,7 +28,7 @@ from jaxpipe.checkpoint import checksums, keeping, recovery
 from jaxpipe.checkpoint.checksums import DamagedError
 from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
+from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Inventory, Older
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import below_one, refuse
@@ -112,14 +112,14 @@ class Checkpoints:
     # Checkpoints in the folder.
 
     @functools.cached_property
-    def found(self) -> Found:
+    def found(self) -> Inventory:
         """The checkpoints that the folder held at first. Every process must ask for them; process 0
         reads the newest files.
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
         fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
-        return Found.from_dict(fields)
+        return Inventory.from_dict(fields)
 
     @property
     def latest(self) -> int | None:
@@ -387,7 +387,7 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
-        checksums.write(written, self._writing)
+        checksums.write_checksums(written, self._writing)
 
 
 def _require_json(argument: str, fields: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import Lowering, lowering
 from jaxpipe.schedule.lowering.table import TickTable
-from jaxpipe.schedule.lowering.transfers import Moving
+from jaxpipe.schedule.lowering.transfers import MoveOptions
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 
@@ -78,7 +78,7 @@ class Program:
         return lowered.table(
             weight_slots=self.weight_slots,
             gradient_slots=None if self.sums_in_slots else lowered.schedule.num_chunks,
-            moving=Moving(self.own_slots, pieces, max(1, self.shares)),
+            moving=MoveOptions(self.own_slots, pieces, max(1, self.shares)),
         )
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -73,7 +72,7 @@ class Assembly:
         layer_counts = options.layer_counts
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
-        parts = filters.partition(params, options.trainable)
+        parts = filters.split_trainable(params, options.trainable)
         split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
         together = model.stage_split is not None
         self._tables = Tables.of(params["layers"], split[1], options, mesh, together=together)
@@ -149,8 +148,8 @@ class Assembly:
         return self.params_placing.specs, P(self.axes.data), P(), P(self.axes.stage)
 
     def shard_map(
-        self, body: Callable[..., Any], in_specs: Tree, out_specs: Tree
-    ) -> Callable[..., Any]:
+        self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+    ) -> Callable[..., Tree]:
         """Makes one program of ``body`` on every device."""
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False

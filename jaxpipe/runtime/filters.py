@@ -56,7 +56,7 @@ def is_chosen(name: str, leaf: Any, chosen: Filter) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _patterns(chosen))
 
 
-def partition(params: Params, trainable: Filter | None) -> tuple[Params, Params]:
+def split_trainable(params: Params, trainable: Filter | None) -> tuple[Params, Params]:
     """The parameters that are trained, by default all, and the others."""
     if trainable is None:
         return params, jax.tree.map(lambda _: None, params)
@@ -93,7 +93,7 @@ def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
         yield from wrong
         if wrong:
             return
-    trained = partition(params, trainable)[0]
+    trained = split_trainable(params, trainable)[0]
     yield from overwritten("params", trained)
     leaves = jax.tree.leaves_with_path(trained)
     if not leaves and jax.tree.leaves(params):

@@ -94,7 +94,7 @@ def loss(pipe: Assembly, *args: Tree) -> Tree:
         raise ValueError(_FORWARD_MODE) from error
 
 
-def _refusing_derivatives(run: Callable[..., Any], refusal: str) -> Callable[..., Any]:
+def _refusing_derivatives(run: Callable[..., Tree], refusal: str) -> Callable[..., Tree]:
     """``run``, which raises ValueError when it is differentiated."""
     guarded = jax.custom_jvp(run)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.filters import Filter, partition
+from jaxpipe.runtime.filters import Filter, split_trainable
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
@@ -40,7 +40,7 @@ def loss(
     num_microbatches: int = 1,
     data_shards: int = 1,
     states: Sequence[States] | None = None,
-) -> Any:
+) -> Tree:
     """Loss of a batch on one device, microbatch by microbatch, layer by layer.
 
     Args:
@@ -90,7 +90,7 @@ def value_and_grad(
     num_microbatches: int = 1,
     data_shards: int = 1,
     states: Sequence[States] | None = None,
-) -> tuple[Any, Gradients]:
+) -> tuple[Tree, Gradients]:
     """What `Pipeline.value_and_grad` returns, canonical, on one device.
 
     Args:
@@ -98,9 +98,9 @@ def value_and_grad(
 
     The others are those of `loss`.
     """
-    trained, frozen = partition(params, trainable)
+    trained, frozen = split_trainable(params, trainable)
 
-    def of_trained(trained: Params) -> tuple[jax.Array, Any]:
+    def of_trained(trained: Params) -> tuple[jax.Array, Tree]:
         result = loss(
             model,
             combine(trained, frozen),
@@ -166,7 +166,7 @@ def _run(
     wide = widened(params)
 
     # Loops over layers, microbatches and shards, so that a layer is compiled once.
-    def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
+    def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Tree:
         microbatch, rows = of_microbatch
 
         def key(layer: Index) -> Key:
@@ -177,7 +177,7 @@ def _run(
         )
         return renewed, collect(result, of_layers)
 
-    def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
+    def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Tree]:
         shard, rows = shard_rows
         microbatches = jnp.arange(num_microbatches), rows
         return jax.lax.scan(functools.partial(one, shard), tuple(states or ()), microbatches)
@@ -211,7 +211,7 @@ def _microbatch(
     shared = outer.get(SHARED)
     depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
 
-    def run(function: Callable[..., Any], n: Index, x: Activation, *args: Tree) -> Any:
+    def run(function: Callable[..., Tree], n: Index, x: Activation, *args: Tree) -> Tree:
         """A layer's output, its loss and metrics if it has any, and its new state."""
         params, *state = args
         params = rounded(params, own if model.layers_are_alike else own[n])
@@ -242,7 +242,7 @@ def _microbatch(
     return result, (of_layers, jnp.asarray(num_losses)), tuple(renewed)
 
 
-def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:
+def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Tree], LayerParams]]:
     """Function and parameters of every layer, whether the layers are alike or not."""
     if model.layers_are_alike:
         depth = jax.tree.leaves(layers)[0].shape[0]

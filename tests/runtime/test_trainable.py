@@ -14,7 +14,7 @@ import pytest
 from compilations import refusal
 
 import jaxpipe
-from jaxpipe.runtime.filters import partition
+from jaxpipe.runtime.filters import split_trainable
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.runtime.trees import combine
 
@@ -90,7 +90,7 @@ def test_an_optimizer_sees_only_what_is_trained(layers, zero, update):
         one = [jax.tree.map(lambda w, n=n: w[n], tree["layers"]) for n in range(adapted.DEPTH)]
         return tree | {"layers": tuple(one)}
 
-    trained, frozen = partition(params, adapted.TRAINABLE)
+    trained, frozen = split_trainable(params, adapted.TRAINABLE)
     expected_state = optimizer.init(separate(trained))
     for _ in range(3):
         expected_loss, grads = value_and_grad(combine(trained, frozen), batch)
@@ -103,8 +103,8 @@ def test_an_optimizer_sees_only_what_is_trained(layers, zero, update):
         trained = optax.apply_updates(trained, updates)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     new = pipe.unplace(placed)
-    assert_close(partition(new, adapted.TRAINABLE)[0], trained)
-    chex.assert_trees_all_equal(partition(new, adapted.TRAINABLE)[1], frozen)
+    assert_close(split_trainable(new, adapted.TRAINABLE)[0], trained)
+    chex.assert_trees_all_equal(split_trainable(new, adapted.TRAINABLE)[1], frozen)
     held = sum(leaf.size for leaf in jax.tree.leaves(pipe.optimizer_placing(optimizer).canonical))
     assert held == 2 * sum(leaf.size for leaf in jax.tree.leaves(trained)) + 1
 
@@ -115,7 +115,7 @@ def test_what_is_not_trained_has_no_gradient_buffer(layers, zero):
     kept = buffers(pipe, adapted.batch(16))
     sums = [kept[name] for name in ("gradients", "reduced") if name in kept]
     assert not any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(sums))
-    trained, _ = partition(pipe.canonical_params, adapted.TRAINABLE)
+    trained, _ = split_trainable(pipe.canonical_params, adapted.TRAINABLE)
     largest = max(leaf.size for leaf in jax.tree.leaves(trained["layers"]))
     assert all(leaf.size <= 6 * largest for leaf in jax.tree.leaves(sums))
     _, grads = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, adapted.batch(16))
@@ -149,7 +149,7 @@ def test_gradients_by_jax_are_of_what_is_trained_and_update_it():
         pipe.update(optimizer, tree, pipe.init(optimizer, placed), placed)[0]
         for tree in (grads, grads | {"frozen": jax.tree.map(jnp.zeros_like, placed["frozen"])})
     ]
-    trained, frozen = partition(params, adapted.TRAINABLE)
+    trained, frozen = split_trainable(params, adapted.TRAINABLE)
     expected = value_and_grad(params, batch)[1]
     moved = jax.tree.map(lambda w, g: w - 0.1 * g, trained, expected)
     for new in map(pipe.unplace, found):

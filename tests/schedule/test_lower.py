@@ -13,7 +13,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
-from jaxpipe.schedule.lowering.table import NONE, Parts, TickTable
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, TickTable
 from jaxpipe.schedule.placement import linear
 
 
@@ -89,7 +89,7 @@ def test_whole_phases_are_two_runs_of_ticks_in_one_direction(name):
     schedule = catalog.build(name, stages=4, microbatches=8)
     table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
     found, rounds = table.runs(gathers=True, reduces=True)
-    assert found == (Parts(backward=False), Parts(forward=False))
+    assert found == (BodyParts(backward=False), BodyParts(forward=False))
     forwards = 8 * schedule.num_chunks + 4 - 1  # the last stage starts p - 1 ticks after the first
     assert rounds.tolist() == [[forwards, table.num_ticks - forwards]]
 

@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
             )
     assert _latest(folder) == 2
     for step in LOSSES:
-        checksums.verify(folder / str(step))
+        checksums.verify_checksums(folder / str(step))
     return folder
 
 
@@ -268,7 +268,7 @@ def _resume(folder, item, text):
     (folder / "2" / "run" / "metadata").write_text(json.dumps(_RUN))
     (folder / "2" / item / ("_METADATA" if item == "state" else "metadata")).write_text(text)
     (folder / "2" / checksums.FILE).unlink()
-    checksums.write(folder / "2", 2)
+    checksums.write_checksums(folder / "2", 2)
     checkpoints = checkpoints_in(folder, read_only=True)
     assert checkpoints.latest == 2
     checkpoint.description(checkpoints, 2)

@@ -38,7 +38,7 @@ class LayerKind:
 
     number: int
     example: int
-    function: Callable[..., Any]
+    function: Callable[..., Tree]
     x: int
     y: int
     split: Split
@@ -129,7 +129,7 @@ def sort_layers(
 
 
 def _output(
-    function: Callable[..., Any], args: tuple[Shapes, ...], state: States, n: int
+    function: Callable[..., Tree], args: tuple[Shapes, ...], state: States, n: int
 ) -> Activation:
     """Computes the shape of the activation that a layer passes on."""
     layer_params, x, microbatch, rng = args
@@ -172,7 +172,7 @@ def barred(name: str, collectives: Iterable[Collective], stage_axis: str) -> Ite
             return
 
 
-def _handed_on(y: Any, n: int) -> Activation:
+def _handed_on(y: Tree, n: int) -> Activation:
     """Takes the activation out of what a layer returns, and checks the layer's own loss."""
     if not isinstance(y, WithLoss):
         return y

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
+from jaxpipe.runtime.layout.layer_layout import DeviceParts, LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Part, Split, Window
+from jaxpipe.runtime.layout.parts import AxisSplit, DevicePart, Window
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -37,9 +38,9 @@ from jaxpipe.runtime.types import (
 class _Columns(NamedTuple):
     """A place in packed arrays, by group: first column, number of columns, and of valid columns."""
 
-    start: dict[str, Any]
+    start: dict[str, Tree]
     width: dict[str, int]
-    valid: dict[str, Any]
+    valid: dict[str, Tree]
 
 
 class Packed(LayerLayout):
@@ -118,7 +119,7 @@ class Packed(LayerLayout):
         valid = _of_chunk(self._valid, at) if slot is None else width
         return _Columns(self._starts(at, slot), width, valid)
 
-    def _starts(self, at: At, slot: Index) -> dict[str, Any]:
+    def _starts(self, at: At, slot: Index) -> dict[str, Tree]:
         if slot is None:
             return _of_chunk(self._start, at)
         return {g: slot * n for g, n in self._chunk_width.items()}
@@ -139,7 +140,7 @@ class Packed(LayerLayout):
 
         return arrays | {g: write(g, values[g]) for g in place.width}
 
-    def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
+    def compute_dtypes(self, dtype_of: Callable[[str, jax.ShapeDtypeStruct], DTypeLike]) -> Tree:
         return {g: dtype_of("layers", leaf.struct()) for g, leaf in self.piece.items()}
 
     def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
@@ -153,15 +154,15 @@ class Packed(LayerLayout):
             yield g, window
             taken[g] += window.size
 
-    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
         if sharded:
-            return [Part(w.read(stored[g]), w) for g, w in self._windows(example, axes)]
+            return [DevicePart(w.read(stored[g]), w) for g, w in self._windows(example, axes)]
         values = jax.tree.leaves(self.unpack(stored, example))
         leaves = jax.tree.leaves(self.canonical[example])
-        return list(map(Part, values, [leaf.cut(axes, sharded=False) for leaf in leaves]))
+        return list(map(DevicePart, values, [leaf.cut(axes, sharded=False) for leaf in leaves]))
 
     def of_parts(
-        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
+        self, parts: DeviceParts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         if not sharded:
             tree = jax.tree.structure(self.canonical[example])
@@ -200,12 +201,15 @@ class Packed(LayerLayout):
 
 def _columns(group: Leaf, width: int) -> Leaf:
     """The leaf of a group's arrays with so many columns on every device, from one of its arrays."""
-    data, splits = group.data_parts, [Split(split.axes, 1, split.size) for split in group.splits]
+    data, splits = (
+        group.data_parts,
+        [AxisSplit(split.axes, 1, split.size) for split in group.splits],
+    )
     total = width * math.prod(split.size for split in splits)
     dim = 0 if data > 1 else None
     return Leaf((data, total), group.dtype, None, dim, data, tuple(splits), group.apart)
 
 
-def _of_chunk(table: dict[str, np.ndarray], at: At) -> dict[str, Any]:
+def _of_chunk(table: dict[str, np.ndarray], at: At) -> dict[str, Tree]:
     stage, chunk, _ = at
     return {g: jnp.asarray(w)[stage, chunk] for g, w in table.items()}

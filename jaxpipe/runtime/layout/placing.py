@@ -18,7 +18,7 @@ from jaxpipe.runtime.trees import deleted, strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
-PARTS = 8
+HOST_PARTS = 8
 """Number of parts in which a tree goes to the host; a few more where single leaves are larger."""
 METHODS = {
     "params": "pipe.place",
@@ -93,7 +93,7 @@ class Placing:
 
     def to_host(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """Unplaces a tree into the memory of the host, if devices have some, part by part: beside
-        the placed tree they hold one part of the canonical tree at a time (`PARTS`)."""
+        the placed tree they hold one part of the canonical tree at a time (`HOST_PARTS`)."""
         refuse(self.problems("placed", tree, dtypes=dtypes))
         leaves: list[jax.Array] = []
         for part in self.parts:
@@ -105,7 +105,7 @@ class Placing:
         """Programs that each unplace some leaves, and together all of them."""
         shardings = jax.tree.leaves(host.shardings_if_any(self.canonical, self.canonical_shardings))
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.canonical)]
-        ends = np.cumsum(sizes) * PARTS / max(sum(sizes), 1)
+        ends = np.cumsum(sizes) * HOST_PARTS / max(sum(sizes), 1)
         numbers = np.ceil(ends).tolist()
 
         def taking(first: int, last: int) -> jax.stages.Wrapped:

@@ -60,14 +60,14 @@ class Unrolled(LayerLayout):
         row, share = arrays[place.number % len(arrays)], place.share
         if share is None:
             return row
-        return jax.tree.map(lambda leaf, w: shares.read(leaf, w, (), share), self.piece, row)
+        return jax.tree.map(lambda leaf, w: shares.read_share(leaf, w, (), share), self.piece, row)
 
     def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
         number = place.number % len(arrays)
 
         def write(leaf: Leaf, w: jax.Array, value: jax.Array) -> jax.Array:
             if place.share is not None:
-                return shares.write(leaf, w, (), place.share, value)
+                return shares.write_share(leaf, w, (), place.share, value)
             value = value.astype(w.dtype)
             return value if place.slot is None else overwrite(w, value, place.slot)
 

@@ -38,12 +38,12 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Parts, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, TickTable, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
 
-_BOTH_WAYS = Parts()
+_BOTH_WAYS = BodyParts()
 
 Through = TypeVar("Through")
 
@@ -250,7 +250,7 @@ def _of_stage(table: TickTable, stage: jax.Array) -> Row:
 
 
 def tick(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, parts: Parts = _BOTH_WAYS
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, parts: BodyParts = _BOTH_WAYS
 ) -> Carried:
     """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights

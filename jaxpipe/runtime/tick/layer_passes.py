@@ -33,7 +33,7 @@ from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Parts, Row
+from jaxpipe.schedule.lowering.table import BodyParts, Row
 
 
 class Through(NamedTuple):
@@ -60,7 +60,7 @@ def run_cells(
     batch: Microbatches,
     carried: Carried,
     row: Row,
-    parts: Parts,
+    parts: BodyParts,
 ) -> tuple[Carried, dict[Kind, Message]]:
     """Runs the cells of a tick's parts; also returns what F and the backward have produced, to be
     sent."""

@@ -21,7 +21,7 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Edges, Parts, Row, TickTable
+from jaxpipe.schedule.lowering.table import BodyParts, Edges, Row, TickTable
 
 Inboxes: TypeAlias = dict[str, Message]
 
@@ -35,7 +35,7 @@ def send(message: Message, edges: Edges, axes: Axes) -> Message:
 
 
 def send_late(
-    table: TickTable, parts: Parts, sent: dict[Kind, Message], axes: Axes
+    table: TickTable, parts: BodyParts, sent: dict[Kind, Message], axes: Axes
 ) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run."""
     return [

@@ -8,7 +8,7 @@ weights at once, so that only the gradients of chunks in work are kept: one, or 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxpipe.runtime.types import (
     Placed,
     Shapes,
     Stored,
+    Tree,
 )
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.runtime.update.per_unit import with_stages, without_stages
@@ -46,7 +47,7 @@ class Updating(NamedTuple):
 
     layers: list[Arrays]
     others: list[OuterParams]
-    rest: list[Any]
+    rest: list[Tree]
     outer: OuterParams
 
 
@@ -74,7 +75,9 @@ class Applied(GradientSink):
         step, zero = self._optimizer.step, fixed.setup.zero
         shared = step.share(updating.rest)
 
-        def body(chunk: Index, layer: Index, sums: Arrays, kept: list[Arrays]) -> tuple[Any, Any]:
+        def body(
+            chunk: Index, layer: Index, sums: Arrays, kept: list[Arrays]
+        ) -> tuple[Arrays, list[Arrays]]:
             at = fixed.stage, chunk, layer
 
             def gradient(example: int) -> Stored:

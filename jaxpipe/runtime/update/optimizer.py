@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +88,11 @@ class PlacedOptimizer:
         """``(grads, params, state, scale, extra) -> (params, state)``, unit by unit."""
 
         def step(
-            grads: Gradients, params: Params, state: OptimizerState, scale: Any, extra: Any
+            grads: Gradients,
+            params: Params,
+            state: OptimizerState,
+            scale: jax.Array | None,
+            extra: Tree,
         ) -> tuple[Params, OptimizerState]:
             updates, state = self._optimizer.update(grads, state, params, **(extra or {}))
             if scale is not None:
@@ -120,7 +123,7 @@ class PlacedOptimizer:
         return self.state.shardings(sharded=self._zero >= 1)
 
     @cached_property
-    def program(self) -> Callable[..., Any]:
+    def program(self) -> Callable[..., Tree]:
         """`update`, jitted as `jaxpipe.runtime.programs.make` says."""
         return jax.jit(self._update, inline=True)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.layer_layout import Piece
-from jaxpipe.runtime.layout.parts import Part, communicate
+from jaxpipe.runtime.layout.parts import DevicePart, communicate
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, outer_of
 from jaxpipe.runtime.types import Arrays, At, Index, Placed, Shapes, Stored, Tree
@@ -131,7 +131,7 @@ class PerUnit:
         """What units share before any has given a scalar, from the arguments' leaves that belong
         to no parameter."""
         env = self._units.consts | dict(zip(self._units.inputs, rest, strict=True))
-        return jaxprs.run(self._of_all[0], env)
+        return jaxprs.evaluate(self._of_all[0], env)
 
     def rest(self, env: Env) -> list[jax.Array]:
         """The leaves of the result that belong to no parameter."""
@@ -150,7 +150,7 @@ class PerUnit:
 
     def _run_unit(
         self, kind: _Kind, owned: Sequence[Stored], env: Env
-    ) -> tuple[list[list[Part]], list[Any]]:
+    ) -> tuple[list[list[DevicePart]], list[Tree]]:
         """This device's parts of all arrays, and what the unit computes, whole or in parts."""
         program = kind.program
         parts = [
@@ -242,7 +242,7 @@ class PerUnit:
             renewed = step(renewed) if alone else run_if(number >= 0, step, renewed)
         return renewed
 
-    def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
+    def _each_layer(self, body: Callable[..., Tree], carry: Tree) -> Tree:
         """Runs ``body(at, carry)`` for every row of this stage."""
         stage, count = lax.axis_index(self._axes.stage), self._params.rows.shape[2]
         return self._params.layers.every_layer(
@@ -286,7 +286,7 @@ class PerUnit:
     ) -> tuple[list[Placed], list[jax.Array]]:
         components, env = list(map(without_stages, placed)), self.share(rest)
         for number, equations in enumerate(self._of_all[1:]):
-            env = jaxprs.run(equations, env | self._give(number, components, env))
+            env = jaxprs.evaluate(equations, env | self._give(number, components, env))
         layers = self.part("layers", [c["layers"] for c in components], env)
         device = lax.axis_index(self._axes.names)
         components = [c | after(layers, outer_of(c), device) for c in components]
@@ -301,7 +301,7 @@ class PerUnit:
             given |= zip(unit.program.targets, values, strict=True)
         kinds = self._layers[number]
 
-        def body(at: At, scalars: list[Any]) -> list[Any]:
+        def body(at: At, scalars: list[Tree]) -> list[Tree]:
             def run(kind: _Kind, scalars: list[jax.Array]) -> list[jax.Array]:
                 n = kind.number_at(at)
                 stored = [

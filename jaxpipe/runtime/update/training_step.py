@@ -58,13 +58,13 @@ def update(
     return new | frozen_part(params), state
 
 
-Step: TypeAlias = Callable[
-    [Placed, OptimizerState, Batch, Key, States], tuple[Any, Placed, OptimizerState]
+TrainingStep: TypeAlias = Callable[
+    [Placed, OptimizerState, Batch, Key, States], tuple[Tree, Placed, OptimizerState]
 ]
 """A training step, as `Pipeline.train_step` describes it."""
 
 
-def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> Step:
+def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> TrainingStep:
     """A training step that updates every chunk as soon as its gradient is complete.
 
     Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
@@ -82,7 +82,7 @@ def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> 
     placed_optimizer.check_parts()
     setup, applied = pipe.setup(pipe.chunk_table), Applied(placed_optimizer)
 
-    def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
+    def body(params: Placed, state: Tree, batch: Batch, rng: Key, states: States) -> Tree:
         rows = StepMicrobatches(split_rows(batch, pipe.schedule.num_microbatches), rng)
         fixed, held = executor.begin(setup, params, rows, applied)
         outer = executor.outer_gradients_like(setup, held)
@@ -98,7 +98,7 @@ def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> 
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
-    ) -> tuple[Any, Placed, OptimizerState]:
+    ) -> tuple[Tree, Placed, OptimizerState]:
         value, (new, state), states = on_devices(params, state, batch, rng, states)
         return with_aux(value, states), new | frozen_part(params), state
 
@@ -121,12 +121,12 @@ def _check(pipe: Assembly) -> None:
         refuse([Problem("schedule", pipe.schedule.name, rule, near, others, note=note)])
 
 
-def _at_once(pipe: Assembly, optimizer: optax.GradientTransformation) -> Step:
+def _at_once(pipe: Assembly, optimizer: optax.GradientTransformation) -> TrainingStep:
     """A training step that updates when all gradients are there."""
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
-    ) -> tuple[Any, Placed, OptimizerState]:
+    ) -> tuple[Tree, Placed, OptimizerState]:
         done = programs.train(pipe, params, batch, rng, states)
         updated = update(pipe, optimizer, done.gradients, state, params, {})
         return with_aux(done.value, done.states), *updated
@@ -147,7 +147,7 @@ def train_step(pipe: Assembly, optimizer: optax.GradientTransformation, update: 
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key = None, states: States = None
-    ) -> tuple[Any, Placed, OptimizerState]:
+    ) -> tuple[Tree, Placed, OptimizerState]:
         shapes = pipe.placed_optimizer(optimizer).placing.placed
         others = [*checks.optimizer_state("state", state, shapes), *checks.key(rng)]
         pipe.check("params", params, batch, states, others)

@@ -58,7 +58,7 @@ def load(
 
     Raises:
       ValueError: the name leads nowhere, numbers are given to a file or not given to a function,
-        or what `call` raises.
+        or what `call_user` raises.
       ScheduleError: the schedule cannot run.
       OSError: the file cannot be read.
     """
@@ -82,7 +82,7 @@ def load(
         rules = {o: f"it has no parameter {o}" for o in sorted(options.keys() - reads.keys())}
         refuse(Problem(o, options[o], rule, (None,), schedule=name) for o, rule in rules.items())
     times = {name: value for name, value in (clock or {}).items() if name in reads}
-    return call(name, function, num_stages, num_microbatches, **options, **times)
+    return call_user(name, function, num_stages, num_microbatches, **options, **times)
 
 
 def fitted(
@@ -120,7 +120,7 @@ def no_shape(name: str) -> Problem:
     return Problem("name", name, rule, others={"num_stages": None, "num_microbatches": None})
 
 
-def call(
+def call_user(
     name: str, function: Callable[..., Any], stages: int, microbatches: int, **options: Any
 ) -> Schedule:
     """Calls a user's function for a schedule, which gets this name, and checks what it returns.

@@ -36,7 +36,13 @@ import numpy as np
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, TickTable
-from jaxpipe.schedule.lowering.transfers import Columns, Held, Moving, columns_of, held_chunks
+from jaxpipe.schedule.lowering.transfers import (
+    ChunkSlots,
+    Columns,
+    MoveOptions,
+    columns_of,
+    held_chunks,
+)
 from jaxpipe.schedule.problems import refuse
 
 
@@ -105,7 +111,7 @@ def lower(
     return lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,
-        moving=Moving(own_slots, pieces, shares),
+        moving=MoveOptions(own_slots, pieces, shares),
     )
 
 
@@ -178,7 +184,9 @@ class Lowering:
             name: 1 + int(self._slots[name].max()) if name in lives else 0 for name in names
         }
 
-    def table(self, *, weight_slots: int, gradient_slots: int | None, moving: Moving) -> TickTable:
+    def table(
+        self, *, weight_slots: int, gradient_slots: int | None, moving: MoveOptions
+    ) -> TickTable:
         """Builds the tick table for one way of moving chunks; slots are as for `lower`."""
         slots, most = self._slots, self.schedule.num_chunks
         hold = functools.partial(held_chunks, self.schedule, self.columns, moving)
@@ -305,7 +313,7 @@ class Lowering:
             most //= 2
         return (done, np.full_like(done, NONE)), slots
 
-    def _pass(self, kind: Kind, weights: Held, gradients: Held) -> Cell:
+    def _pass(self, kind: Kind, weights: ChunkSlots, gradients: ChunkSlots) -> Cell:
         columns, slots = self.columns, self._slots
         selected = np.flatnonzero(columns.of(kind))
         place = columns.virtual_stage[selected], columns.microbatch[selected]

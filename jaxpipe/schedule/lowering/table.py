@@ -14,6 +14,9 @@ import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
 
+Integer: TypeAlias = Any
+"""An integer of every tick and stage, int32 ``[ticks, stages]``; in a row of one stage a scalar."""
+
 NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
@@ -41,22 +44,22 @@ class Cell:
       gradient: gradient slot (sharded gradients only).
     """
 
-    layers: Any
-    chunk: Any
-    microbatch: Any
-    inbox: Any
-    until_b: Any
-    until_w: Any
-    crossing: Any
-    weights: Any
-    gradient: Any
+    layers: Integer
+    chunk: Integer
+    microbatch: Integer
+    inbox: Integer
+    until_b: Integer
+    until_w: Integer
+    crossing: Integer
+    weights: Integer
+    gradient: Integer
 
 
 class Arrival(NamedTuple):
     """Slots for what a channel brings to a stage, `NONE` for nothing: see `Channel`."""
 
-    slot: Any
-    late_slot: Any
+    slot: Integer
+    late_slot: Integer
 
 
 class Transfer(NamedTuple):
@@ -69,12 +72,12 @@ class Transfer(NamedTuple):
         in shares, of the share, counted within the chunk.
     """
 
-    chunk: Any
-    slot: Any
-    piece: Any = 0
+    chunk: Integer
+    slot: Integer
+    piece: Integer = 0
 
 
-class Parts(NamedTuple):
+class BodyParts(NamedTuple):
     """Parts of a tick's body; the program has a body for every combination that occurs.
 
     Args:
@@ -104,12 +107,12 @@ class Outer(NamedTuple):
     ``embed_gradient`` and its slot are ``[most in a tick]``, padded with `NONE`.
     """
 
-    embed: Any
-    embed_slot: Any
-    head: Any
-    head_slot: Any
-    embed_gradient: Any
-    embed_gradient_slot: Any = NONE
+    embed: Integer
+    embed_slot: Integer
+    head: Integer
+    head_slot: Integer
+    embed_gradient: Integer
+    embed_gradient_slot: Integer = NONE
 
 
 class Row(NamedTuple):
@@ -128,7 +131,7 @@ class Row(NamedTuple):
     gather: Transfer
     reduce: Transfer
     outer: Outer
-    exchange: Any
+    exchange: Integer
 
 
 Edges: TypeAlias = tuple[tuple[int, int], ...]
@@ -289,15 +292,17 @@ class TickTable:
             exchange=self.exchange,
         )
 
-    def parts(self, *, gathers: bool, reduces: bool) -> list[Parts]:
+    def parts(self, *, gathers: bool, reduces: bool) -> list[BodyParts]:
         """Lists the parts of every tick's body.
 
         Arguments as for `runs`.
         """
         moves = self.gathers.shared & gathers, self.reduces.shared & reduces
-        return [Parts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)]
+        return [
+            BodyParts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)
+        ]
 
-    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[Parts, ...], np.ndarray]:
+    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[BodyParts, ...], np.ndarray]:
         """Groups ticks in a row that have equal parts.
 
         Args:

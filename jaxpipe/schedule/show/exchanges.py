@@ -15,7 +15,7 @@ from jaxpipe.schedule.lowering.table import NONE, TickTable, Transfers
 from jaxpipe.schedule.simulate import Timeline
 
 
-class Message(NamedTuple):
+class Exchange(NamedTuple):
     """A result on its way from one stage to another.
 
     Args:
@@ -54,7 +54,7 @@ class Move(NamedTuple):
 class Exchanges(NamedTuple):
     """Messages by time of arrival, and moves; without ticks there are no moves."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Exchange, ...]
     moves: tuple[Move, ...]
 
 
@@ -79,7 +79,7 @@ def exchanges(timeline: Timeline) -> Exchanges:
     return Exchanges(tuple(messages), tuple(sorted(moves, key=lambda move: move.time)))
 
 
-def _messages(timeline: Timeline) -> Iterator[Message]:
+def _messages(timeline: Timeline) -> Iterator[Exchange]:
     results = Results(timeline.schedule)
     done = {
         results.number(timed.action): timed
@@ -106,7 +106,7 @@ def _messages(timeline: Timeline) -> Iterator[Message]:
                 else:
                     late = timed.tick > source.tick + 1
                     arrives = timeline.ticks[source.tick + 1 + late][stage]
-                yield Message(
+                yield Exchange(
                     results.action(needed),
                     timed.action,
                     sender,
