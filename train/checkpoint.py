@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe import Checkpoints
-from jaxpipe.checkpoint import DamagedError, Inventory, reading
+from jaxpipe.checkpoint import DamagedError, Found, reading
 from train import configured, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, refused
@@ -96,7 +96,7 @@ def readable(step: int) -> Iterator[None]:
         raise refused(f"{error}. {remedy}", "run_dir") from error
 
 
-def none_whole(search: Inventory, *, run_dir: str) -> list[Failure]:
+def none_whole(search: Found, *, run_dir: str) -> list[Failure]:
     """Says why no checkpoint can be continued although some exist; empty if none exists.
 
     Args:

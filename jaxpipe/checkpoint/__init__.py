@@ -6,5 +6,5 @@ Nothing else in `jaxpipe` imports orbax.
 from jaxpipe.checkpoint.checkpoints import Checkpoints as Checkpoints
 from jaxpipe.checkpoint.checksums import DamagedError as DamagedError
 from jaxpipe.checkpoint.processes import from_first as from_first
-from jaxpipe.checkpoint.recovery import Inventory as Inventory
+from jaxpipe.checkpoint.recovery import Found as Found
 from jaxpipe.checkpoint.recovery import reading as reading

@@ -28,7 +28,7 @@ from jaxpipe.checkpoint import checksums, keeping, recovery
 from jaxpipe.checkpoint.checksums import DamagedError
 from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Inventory, Older
+from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import below_one, refuse
@@ -112,14 +112,14 @@ class Checkpoints:
     # Checkpoints in the folder.
 
     @functools.cached_property
-    def found(self) -> Inventory:
+    def found(self) -> Found:
         """The checkpoints that the folder held at first. Every process must ask for them; process 0
         reads the newest files.
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
         fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
-        return Inventory.from_dict(fields)
+        return Found.from_dict(fields)
 
     @property
     def latest(self) -> int | None:

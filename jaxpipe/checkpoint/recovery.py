@@ -49,7 +49,7 @@ class Damaged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inventory:
+class Found:
     """The checkpoints that a folder holds.
 
     Args:
@@ -63,7 +63,7 @@ class Inventory:
     damaged: tuple[Damaged, ...]
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Inventory:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Found:
         """Undoes `dataclasses.asdict`, also after a round trip through JSON."""
         damaged = tuple(Damaged(**checkpoint) for checkpoint in fields["damaged"])
         return cls(fields["latest"], fields["has_checksums"], damaged)
@@ -95,7 +95,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def find(folder: Path, older: Older | None = None) -> Inventory:
+def find(folder: Path, older: Older | None = None) -> Found:
     """Verifies checkpoints, newest first, until one is whole; changes nothing.
 
     Args:
@@ -109,8 +109,8 @@ def find(folder: Path, older: Older | None = None) -> Inventory:
         except DamagedError as error:
             damaged.append(Damaged(step, str(error), _free_name(folder / f"{step}.damaged")))
         else:
-            return Inventory(step, has_checksums, tuple(damaged))
-    return Inventory(None, False, tuple(damaged))
+            return Found(step, has_checksums, tuple(damaged))
+    return Found(None, False, tuple(damaged))
 
 
 def _free_name(path: Path) -> str:
