@@ -55,6 +55,8 @@ def arguments(
 
     ``schedule`` is None if none could be built from its name, for reasons that are known.
     """
+    # Later checks rely on what earlier ones vouch for: precision on well-formed parameters, splits
+    # also on a mesh, the numbers of layers on all. What is malformed keeps them from running.
     malformed_mesh = list(axes.problems(mesh))
     yield from malformed_mesh
     if schedule is not None:
@@ -76,10 +78,10 @@ def arguments(
             "states of its layers, another takes none."
         )
     elif model.stateful and schedule is not None:
-        yield from _order(schedule)
+        yield from _microbatch_order(schedule)
     if states is not None:
         malformed += _states(states)
-    yield from malformed or _counts(params, states, schedule, options.layer_counts)
+    yield from malformed or _layer_numbers(params, states, schedule, options.layer_counts)
 
 
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
@@ -102,7 +104,7 @@ def _parameters(model: Model, params: Params, options: Options) -> Iterator[Prob
     if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
         found = f"a {type(params).__name__}."
         if isinstance(params, dict):
-            found = " ".join([f"the keys {list(params)}.", *_keys(params)])
+            found = " ".join([f"the keys {list(params)}.", *_wrong_keys(params)])
         yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
     if others := [*not_arrays("params", params), *filters.untrainable(options.trainable, params)]:
@@ -113,7 +115,7 @@ def _parameters(model: Model, params: Params, options: Options) -> Iterator[Prob
         yield from _stacked("params['layers']", params["layers"])
 
 
-def _keys(params: Params) -> Iterator[str]:
+def _wrong_keys(params: Params) -> Iterator[str]:
     """Says which parts are missing, and what is none."""
     for part in _PARTS:
         if part not in params:
@@ -175,7 +177,7 @@ _FORMS = (
 )
 
 
-def _order(schedule: Schedule) -> Iterator[str]:
+def _microbatch_order(schedule: Schedule) -> Iterator[str]:
     """A stateful layer must see the microbatches in their order."""
     latest: dict[int, int] = {}
     for order in schedule.orders:
@@ -199,7 +201,7 @@ def _states(states: States) -> list[str]:
     return list(_stacked("states", states))
 
 
-def _counts(
+def _layer_numbers(
     params: Params, states: States, schedule: Schedule | None, layer_counts: Sequence[int] | None
 ) -> Iterator[Problem | str]:
     """What disagrees about the number of layers."""
@@ -231,7 +233,7 @@ def _counts(
 
 
 def canonical(
-    name: str, tree: Tree, expected: Shapes, placed: Shapes, *, dtypes: bool = True
+    name: str, tree: Tree, expected: Shapes, *, if_placed: Shapes, dtypes: bool = True
 ) -> list[str]:
     """What is wrong with canonical parameters or states.
 
@@ -239,14 +241,14 @@ def canonical(
       name: the argument's name.
       tree: what was given.
       expected: shapes of what fits.
-      placed: shapes of the same when placed.
+      if_placed: shapes of the same when placed.
       dtypes: whether dtypes must agree, too.
     """
     tree = _contained_alike(tree, expected)
     lines = mismatches(name, tree, expected, dtypes=dtypes)
     if not lines:
         return []
-    if not mismatches(name, tree, placed, dtypes=False):
+    if not mismatches(name, tree, if_placed, dtypes=False):
         return [f"{name} is placed already."]
     if not mismatches(name, tree, expected, dtypes=False):
         return [*lines, f"Cast {name} to these dtypes."]
@@ -271,8 +273,8 @@ def placed(
     name: str,
     tree: Tree,
     expected: Shapes,
-    canonical: Shapes,
     *,
+    if_canonical: Shapes,
     method: str,
     dtypes: bool = True,
 ) -> list[str]:
@@ -282,7 +284,7 @@ def placed(
     lines = mismatches(name, tree, expected, dtypes=dtypes)
     if not lines:
         return []
-    if not mismatches(name, tree, canonical, dtypes=False):
+    if not mismatches(name, tree, if_canonical, dtypes=False):
         return [f"{name} is in canonical order, not placed; call `{method}` first."]
     if not mismatches(name, tree, expected, dtypes=False):
         return [*lines, f"Cast {name} to these dtypes."]
@@ -332,11 +334,12 @@ def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         at, shape = f"batch{jax.tree_util.keystr(path)}", shape_of(leaf)
-        if shape is None or not shape.shape:
-            found, remedy = f"{at} is {describe_leaf(leaf)}", ""
-            if shape is not None:
-                remedy = " Repeat it for every row, as `jnp.full(rows, value)` does."
-            yield f"{found}; expected an array whose first dimension is rows.{remedy}"
+        expected = "expected an array whose first dimension is rows"
+        if shape is None:
+            yield f"{at} is {describe_leaf(leaf)}; {expected}."
+        elif not shape.shape:
+            remedy = "Repeat it for every row, as `jnp.full(rows, value)` does."
+            yield f"{at} is {describe_leaf(leaf)}; {expected}. {remedy}"
         else:
             rows[at] = shape.shape[0]
     if not jax.tree.leaves(tree):
@@ -345,9 +348,11 @@ def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
         found = ", ".join(f"{at} has {n}" for at, n in rows.items())
         yield f"The arrays of a batch must have equally many rows, but {found}."
         return
+    if not rows:
+        return
+    at, n = next(iter(rows.items()))  # the others have as many
     step = num_microbatches * num_shards
-    for at, n in list(rows.items())[:1]:  # the others have as many
-        if n == 0 or n % step:
-            below, above = n // step * step, max(-(-n // step), 1) * step
-            valid = ", ".join(str(n) for n in (below, above) if n)
-            yield f"{at} has {n} rows, which do not divide into {unit}.\nNearest valid: {valid}."
+    if n == 0 or n % step:
+        below, above = n // step * step, max(-(-n // step), 1) * step
+        valid = ", ".join(str(n) for n in (below, above) if n)
+        yield f"{at} has {n} rows, which do not divide into {unit}.\nNearest valid: {valid}."

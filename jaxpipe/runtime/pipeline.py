@@ -143,9 +143,9 @@ class Pipeline(Assembly):
             model, params, built, mesh=mesh, axes=axes, states=states, options=options
         )
         refuse([*unknown, *problems])
-        assert built is not None
+        assert built is not None  # named_schedule gave none only with a problem, as did checks
         validate(built)
-        leave_compilation_cache(mesh)
+        leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
         mesh, options = with_auto_axes(mesh), options.on(mesh, axes)
         super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=options)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))
@@ -179,6 +179,7 @@ class Pipeline(Assembly):
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`, also for what is shaped like parameters, such as gradients."""
+        # Gradients have no frozen part.
         placing = self.params_placing if FROZEN in placed else self.trained_placing
         return placing.unplace(placed, dtypes=False)
 
@@ -320,8 +321,8 @@ class Pipeline(Assembly):
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
         """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
 
-        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals. Arrays of
-        the batch that only the embedding and the head read have gradients, too.
+        Arguments as for `value_and_grad`. ``jax.value_and_grad(pipe.loss)`` gives the same loss and
+        gradients; the loss also has gradients by arrays of the batch that no layer reads.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         return programs.loss(self, placed, batch, rng, states)

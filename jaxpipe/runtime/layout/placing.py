@@ -81,8 +81,9 @@ class Placing:
 
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """Places a canonical tree; ``dtypes`` says whether dtypes must agree, too."""
-        shapes = self.canonical, self.placed
-        problems = checks.canonical(self._name, tree, *shapes, dtypes=dtypes)
+        problems = checks.canonical(
+            self._name, tree, self.canonical, if_placed=self.placed, dtypes=dtypes
+        )
         refuse([*explicit_context(), *problems])
         return self._place(_spread(tree, self.canonical_shardings))
 
@@ -119,9 +120,10 @@ class Placing:
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
         """Lists what is wrong with a placed tree, or with the place where it is used."""
-        shapes = self.placed, self.canonical
-        method = METHODS[self._name]
-        wrong = checks.placed(name, tree, *shapes, method=method, dtypes=dtypes)
+        method, canonical = METHODS[self._name], self.canonical
+        wrong = checks.placed(
+            name, tree, self.placed, if_canonical=canonical, method=method, dtypes=dtypes
+        )
         return [*explicit_context(), *deleted(**{name: tree}), *wrong]
 
 
