@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.calls import output_shapes
-from jaxpipe.runtime.layers.jaxprs import Collective
+from jaxpipe.runtime.layers.jaxprs import Collective, collectives
 from jaxpipe.runtime.layers.losses import WithLoss, check_layer_loss
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import Split, split_layer
@@ -120,7 +120,10 @@ def sort_layers(
                 loss_scale=loss_scale,
                 early=early,
             )
-            refuse(barred(f"Layer {n}", split.traced.collectives, stage_axis))
+            # An evaluation runs the function itself, of which derivatives by hand show nothing.
+            alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
+            found = [*split.traced.collectives, *collectives(alone.jaxpr)]
+            refuse(barred(f"Layer {n}", found, stage_axis))
             seen[key] = len(kinds)
             kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
         kind_of.append(seen[key])
