@@ -36,7 +36,7 @@ NO_STATES = "This model's layers keep no state: Pipeline was given no states."
 
 
 class Assembly:
-    """What the parts of a pipeline share; `jaxpipe.Pipeline` is one, and adds what users call.
+    """The parts of a pipeline; `jaxpipe.Pipeline` is one, and adds the methods that users call.
 
     Args:
       model, params, schedule, states: as for `Pipeline`, and checked.
@@ -108,7 +108,7 @@ class Assembly:
         return self._tables.of_chunks(self.schedule, self.table.layer_counts)
 
     def setup(self, table: TickTable) -> Setup:
-        """How this pipeline runs a table of its own placement and layers."""
+        """Describes the run of a table of this pipeline's placement and layers."""
         frozen, options = None if self.frozen is None else self.frozen.local, self.options
         return Setup(
             self.model, self.layout.local, frozen, table, options.remat, options.zero,

@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything is compiled: arguments and trees that do not fit it.
+"""Checks before anything is compiled: arguments and trees that do not fit a pipeline.
 
 Every function returns or yields one `Problem` or text per problem, so that callers can report all
 of them at once.
@@ -34,7 +34,7 @@ from jaxpipe.schedule.problems import Problem
 
 
 def num_layers(layers: Params) -> int:
-    """How many layers canonical ``params["layers"]`` hold."""
+    """Counts the layers of canonical ``params["layers"]``."""
     return len(layers) if is_sequence(layers) else jax.tree.leaves(layers)[0].shape[0]
 
 
@@ -51,7 +51,7 @@ def arguments(
     states: States,
     options: Options,
 ) -> Iterator[Problem | str]:
-    """Everything that does not fit among the arguments of `Pipeline`.
+    """Yields everything that does not fit among the arguments of `Pipeline`.
 
     ``schedule`` is None if none could be built from its name, for reasons that are known.
     """
@@ -85,7 +85,7 @@ def arguments(
 
 
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
-    """Why a schedule cannot be executed on a mesh; ``axes`` is None if the mesh has none such."""
+    """Yields why a schedule cannot run on a mesh; ``axes`` is None if the mesh has none such."""
     if axes is not None and axes.num_stages(mesh) != schedule.num_stages:
         rule = f"it was built for {schedule.num_stages} stages"
         nearest = {axes.stage: schedule.num_stages}
@@ -100,7 +100,7 @@ _PARTS = ("embed", "layers", "head")
 
 
 def _parameters(model: Model, params: Params, options: Options) -> Iterator[Problem | str]:
-    """What is wrong with the parameters a pipeline is built from."""
+    """Yields problems of the parameters that a pipeline is built from."""
     if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
         found = f"a {type(params).__name__}."
         if isinstance(params, dict):
@@ -137,7 +137,7 @@ def not_arrays(name: str, tree: Tree) -> Iterator[str]:
 
 
 def _stacked(name: str, layers: Params) -> Iterator[str]:
-    """What is wrong with what layers that are alike have."""
+    """Yields problems of the arrays of layers that are alike."""
     leaves = jax.tree.leaves_with_path(shapes_of(layers))
     leading = {leaf.shape[:1] for _, leaf in leaves}
     if len(leading) != 1 or () in leading:
@@ -149,7 +149,7 @@ def _stacked(name: str, layers: Params) -> Iterator[str]:
 
 
 def _separate(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
-    """What is wrong with layers of which each has a tree of its own."""
+    """Yields problems of layers that have a tree each."""
     if weights == "unrolled":
         rule = (
             "needs layers that are alike, and these are a tuple: layers that differ share flat "
@@ -178,7 +178,7 @@ _FORMS = (
 
 
 def _microbatch_order(schedule: Schedule) -> Iterator[str]:
-    """A stateful layer must see the microbatches in their order."""
+    """Says it if a stateful layer would not see the microbatches in their order."""
     latest: dict[int, int] = {}
     for order in schedule.orders:
         for action in order:
@@ -194,7 +194,7 @@ def _microbatch_order(schedule: Schedule) -> Iterator[str]:
 
 
 def _states(states: States) -> list[str]:
-    """What is wrong with the states a pipeline is built from."""
+    """Lists problems of the states that a pipeline is built from."""
     problems = [*not_arrays("states", states), *filters.overwritten("states", states)]
     if problems or is_sequence(states):
         return problems
@@ -204,7 +204,7 @@ def _states(states: States) -> list[str]:
 def _layer_numbers(
     params: Params, states: States, schedule: Schedule | None, layer_counts: Sequence[int] | None
 ) -> Iterator[Problem | str]:
-    """What disagrees about the number of layers."""
+    """Yields disagreements about the number of layers."""
     depth = num_layers(params["layers"])
     if states is not None and num_layers(states) != depth:
         yield f"states holds {num_layers(states)} layers and params['layers'] {depth}."
@@ -235,7 +235,7 @@ def _layer_numbers(
 def canonical(
     name: str, tree: Tree, expected: Shapes, *, if_placed: Shapes, dtypes: bool = True
 ) -> list[str]:
-    """What is wrong with canonical parameters or states.
+    """Lists problems of canonical parameters or states.
 
     Args:
       name: the argument's name.
@@ -278,7 +278,7 @@ def placed(
     method: str,
     dtypes: bool = True,
 ) -> list[str]:
-    """What is wrong with placed parameters or states; ``method`` places them, and the other
+    """Lists problems of placed parameters or states; ``method`` places them, and the other
     arguments are those of `canonical`.
     """
     lines = mismatches(name, tree, expected, dtypes=dtypes)
@@ -292,7 +292,7 @@ def placed(
 
 
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
-    """What is wrong with an optimizer's state."""
+    """Lists problems of an optimizer's state."""
     lines = mismatches(name, tree, expected)
     return [*lines, f"{name} must be as `pipe.init` returns it."] if lines else []
 
@@ -316,7 +316,7 @@ def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
 
 
 def key(rng: Key) -> Iterator[str]:
-    """What is wrong with a step's random key."""
+    """Says it if a step's random key is none."""
     if rng is None:
         return
     shape = shape_of(rng)
@@ -329,7 +329,7 @@ def key(rng: Key) -> Iterator[str]:
 
 
 def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
-    """What is wrong with a batch."""
+    """Yields problems of a batch."""
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):

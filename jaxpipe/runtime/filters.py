@@ -57,7 +57,7 @@ def is_chosen(name: str, leaf: Any, chosen: Filter) -> bool:
 
 
 def split_trainable(params: Params, trainable: Filter | None) -> tuple[Params, Params]:
-    """The parameters that are trained, by default all, and the others."""
+    """Divides parameters into those that are trained, by default all, and the others."""
     if trainable is None:
         return params, jax.tree.map(lambda _: None, params)
     trained = choose(params, trainable)
@@ -65,7 +65,7 @@ def split_trainable(params: Params, trainable: Filter | None) -> tuple[Params, P
 
 
 def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
-    """What is wrong with a filter, an argument of that name, for these parameters."""
+    """Lists problems of a filter, an argument of that name, for these parameters."""
     names = [name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
     if not (callable(chosen) or _are_patterns(chosen)):
         yield (
@@ -87,7 +87,7 @@ def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
 
 
 def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
-    """What is wrong with the parameters that are to be trained."""
+    """Yields problems of the parameters that are to be trained."""
     if trainable is not None:
         wrong = list(problems("trainable", trainable, params))
         yield from wrong

@@ -129,7 +129,7 @@ class _Layers:
                 own[number] = self._with(own[number], at, part, n)
 
     def _own(self, layer: LayerParams, n: int, place: dict[str, int]) -> LayerParams:
-        """What a device has of arrays that model axes split."""
+        """Takes a device's part of arrays that model axes split."""
 
         def own(leaf: Leaf, w: Tree) -> Tree:
             for split in leaf.splits:
@@ -149,7 +149,7 @@ class _Layers:
         return jax.tree.map(zeros, self._placed)
 
     def _shard(self, stored: Stored, n: int, place: dict[str, int]) -> Stored:
-        """What a data shard holds of a layer."""
+        """Takes a data shard's part of a layer."""
         axes = self._layout.axes
 
         def part(leaf: Leaf, w: Tree) -> Tree:

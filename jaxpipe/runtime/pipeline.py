@@ -252,7 +252,7 @@ class Pipeline(Assembly):
         return training_step.update(self, optimizer, grads, state, params, extra)
 
     def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
-        """Where the state of an optimizer lies, with shapes and shardings.
+        """Makes what places an optimizer's state, with shapes and shardings.
 
         ``placing.unplace(state)`` gives it as the optimizer has it for canonical parameters, which
         fits any mesh, schedule and ZeRO level, and ``placing.place(state)`` undoes that.
@@ -293,7 +293,7 @@ class Pipeline(Assembly):
     def value_and_grad(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> tuple[Any, Gradients]:
-        """Loss and gradients of a batch.
+        """Computes loss and gradients of a batch.
 
         Args:
           placed: placed parameters.
@@ -319,7 +319,7 @@ class Pipeline(Assembly):
         return with_aux(step.value, step.states), step.gradients
 
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
-        """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
+        """Computes the loss, or ``(loss, metrics)``, from the schedule's forwards alone.
 
         Arguments as for `value_and_grad`. ``jax.value_and_grad(pipe.loss)`` gives the same loss and
         gradients; the loss also has gradients by arrays of the batch that no layer reads.
@@ -330,7 +330,7 @@ class Pipeline(Assembly):
     def outputs(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> Tree:
-        """What `Model.output` returns, such as logits, from the schedule's forwards.
+        """Computes `Model.output`, such as logits, from the schedule's forwards.
 
         Arguments as for `value_and_grad`.
 

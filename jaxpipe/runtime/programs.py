@@ -53,13 +53,13 @@ def train(pipe: Assembly, *args: Tree, inputs: tuple[int, ...] = ()) -> executor
 
 
 def outputs(pipe: Assembly, *args: Tree) -> Tree:
-    """What `Model.output` returns for every row."""
+    """Computes `Model.output` for every row."""
     run = pipe.program("outputs")
     return _refusing_derivatives(run, _OUTPUTS)(*args).value
 
 
 def loss(pipe: Assembly, *args: Tree) -> Tree:
-    """Loss and metrics, from forwards alone; differentiated, from a whole step."""
+    """Computes loss and metrics from forwards alone; differentiated, from a whole step."""
 
     @jax.custom_vjp
     def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:

@@ -1,4 +1,4 @@
-"""Which tick table a pipeline runs: what moves over data, and when, depends on its options."""
+"""Tick tables of a pipeline: what moves over data, and when, depends on its options."""
 
 from __future__ import annotations
 

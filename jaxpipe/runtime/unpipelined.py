@@ -91,7 +91,7 @@ def value_and_grad(
     data_shards: int = 1,
     states: Sequence[States] | None = None,
 ) -> tuple[Tree, Gradients]:
-    """What `Pipeline.value_and_grad` returns, canonical, on one device.
+    """Computes what `Pipeline.value_and_grad` returns, canonical, on one device.
 
     Args:
       trainable: as of `Pipeline`. Gradients have None in place of parameters that are not trained.
@@ -126,7 +126,7 @@ def outputs(
     data_shards: int = 1,
     states: Sequence[States] | None = None,
 ) -> Tree:
-    """What `Model.output` returns for a batch, in the order of its rows; arguments as of `loss`."""
+    """Computes `Model.output` for a batch, in the order of its rows; arguments as of `loss`."""
     found, _ = _run(
         model,
         model.output,
@@ -202,7 +202,7 @@ def _microbatch(
     key: Callable[[Index], Key],
     states: tuple[States, ...],
 ) -> tuple[Tree, _OfLayers, tuple[States, ...]]:
-    """What the head returns for a microbatch, its layers' losses, and new states.
+    """Computes what the head returns for a microbatch, its layers' losses, and new states.
 
     Parameters are `widened` so that their gradients are summed wide; each function reads them
     rounded to the dtypes of ``like``.

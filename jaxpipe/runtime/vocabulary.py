@@ -144,7 +144,7 @@ class _Over(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What a cross-entropy knows before it is traced."""
+    """Arguments of a cross-entropy that are known before it is traced."""
 
     axis: _Over | None
     vocab_size: int

@@ -36,7 +36,7 @@ from jaxpipe.schedule.lowering.table import NONE, Transfer
 
 
 class Updating(NamedTuple):
-    """What a step that updates its weights carries beside them.
+    """Values that a step which updates its weights carries beside them.
 
     Args:
       layers: the layers' part of the components of the optimizer's state.
@@ -58,7 +58,7 @@ class Applied(GradientSink):
         self._optimizer = optimizer
 
     def begin(self, placed: Placed, state: OptimizerState) -> Updating:
-        """What is carried when the step begins."""
+        """Makes what is carried when the step begins."""
         components, rest = self._optimizer.state.split(state)
         layers = [without_stages(component)["layers"] for component in components]
         return Updating(layers, list(map(outer_of, components)), rest, outer_of(placed))

@@ -119,7 +119,7 @@ class PlacedOptimizer:
 
     @cached_property
     def shardings(self) -> Shardings:
-        """Those of the state while it is updated."""
+        """Shardings of the state while it is updated."""
         return self.state.shardings(sharded=self._zero >= 1)
 
     @cached_property

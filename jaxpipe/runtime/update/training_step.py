@@ -25,7 +25,7 @@ from jaxpipe.schedule.problems import Problem, refuse
 
 
 def init(pipe: Assembly, optimizer: optax.GradientTransformation, params: Placed) -> OptimizerState:
-    """As `Pipeline.init`."""
+    """Makes the state, as `Pipeline.init` does."""
     refuse(pipe.params_placing.problems("params", params))
     placed = pipe.placed_optimizer(optimizer)
     return jax.jit(placed.init, out_shardings=placed.placing.shardings)(trained_part(params))
@@ -39,7 +39,7 @@ def update(
     params: Placed,
     extra: dict[str, Tree],
 ) -> tuple[Placed, OptimizerState]:
-    """As `Pipeline.update`."""
+    """Takes a step of the optimizer, as `Pipeline.update` does."""
     placed = pipe.placed_optimizer(optimizer)
     if extra:
         refuse(checks.not_arrays("extra", extra))
@@ -139,7 +139,7 @@ UPDATES = {"step": _at_once, "chunk": _chunk_by_chunk}
 
 
 def train_step(pipe: Assembly, optimizer: optax.GradientTransformation, update: str) -> Any:
-    """As `Pipeline.train_step`."""
+    """Makes a training step, as `Pipeline.train_step` does."""
     if update not in UPDATES:
         rule = f"is no time to update; choose one of {', '.join(UPDATES)}"
         refuse([Problem("update", update, rule)])
