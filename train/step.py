@@ -227,6 +227,7 @@ class Setup:
             ),
             weight_slots=configured.weight_slots(self.config, platform=self._platform),
             residuals=self.config.pipeline.residuals,
+            pair_layers=self.config.pipeline.pair_layers,
             states=self.task.init_states(),
         )
 

@@ -183,11 +183,11 @@ class Updated(GradientSink):
             states = read_slot(kept["read_states"], slots[Kind.R], count, slot_dim)
         given = carried.but(weights=None, finished=None, states=states)
         work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
-        through, _ = run_layers(work, Through(given, message), {})
+        through = run_layers(work, Through(given, {"x": message}))
         runs = cells[Kind.F].layers > 0
         slot = jnp.where(begins & runs, slots[Kind.F], NONE)
         inbox = at_slot(through.carried.inboxes["x"], cells[Kind.F].inbox)
-        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": through.message}
+        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": through.messages["x"]}
         if "read_states" in kept:
             new["read_states"] = run_if(
                 runs,

@@ -16,7 +16,7 @@ from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.precision import compute_dtypes
 from jaxpipe.runtime.layout.splits import read_splits
 from jaxpipe.runtime.layout.whole_model import StateLayout, WithFrozen, make_layouts
-from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.mesh import Axes, transfers_overlap
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tables import Tables
 from jaxpipe.runtime.tick import executor
@@ -113,6 +113,7 @@ class Assembly:
         return Setup(
             self.model, self.layout.local, frozen, table, options.remat, options.zero,
             self.state_layout, self.compute_dtypes, options.poison, residuals=options.residuals,
+            pair_layers=bool(options.pair_layers), overlaps=transfers_overlap(self.mesh),
         )  # fmt: skip
 
     def make_program(

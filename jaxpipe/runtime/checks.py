@@ -66,6 +66,7 @@ def arguments(
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
         return
     yield from misfits(model)
+    yield from _pairs(model, schedule, options)
     malformed = list(_parameters(model, params, options))
     if not malformed:
         malformed += precision.problems(params, options.compute_dtype, options.full_precision)
@@ -94,6 +95,17 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
     if schedule.name in GUESTS:
         rule = "is no order of one step: AsyncPipeline executes it, made from a Pipeline of one"
         yield Problem("schedule", schedule.name, rule, ("1f1b",))
+
+
+def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterator[Problem]:
+    """Why layers cannot run in pairs."""
+    if not options.pair_layers:
+        return
+    if schedule is not None and not schedule.overlapped:
+        rule = f"has no effect: schedule {schedule.name!r} overlaps no forward with a backward"
+        yield Problem("pair_layers", True, rule, {"schedule": "dualpipe-v-published"})
+    if not model.layers_are_alike:
+        yield Problem("pair_layers", True, "runs layers that are alike, and Model.layer is a tuple")
 
 
 _PARTS = ("embed", "layers", "head")

@@ -10,9 +10,11 @@ from jax.typing import DTypeLike
 
 from jaxpipe.runtime import host
 from jaxpipe.runtime.filters import Filter
+from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.remat import chosen_remat, unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
-from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.mesh import Axes, transfers_overlap
+from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import Problem
 
 
@@ -31,6 +33,7 @@ class Options:
     weights: str
     weight_slots: int
     residuals: str
+    pair_layers: bool | None
     layer_counts: Sequence[int] | None
     poison: bool
 
@@ -47,9 +50,15 @@ class Options:
         if not isinstance(self.weight_slots, int) or self.weight_slots < 1:
             yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
         yield from host.of_residuals(self.residuals, mesh)
+        if self.pair_layers not in (None, True, False):
+            yield Problem("pair_layers", self.pair_layers, "is no choice", (None, True, False))
 
-    def on(self, mesh: Mesh, axes: Axes) -> Options:
+    def on(self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule) -> Options:
         """Returns the options with those that depend on the mesh decided."""
         remat = chosen_remat(self.remat, mesh.devices.flat[0].platform)
         zero = self.zero if axes.num_parts(mesh) > 1 else 0
-        return dataclasses.replace(self, remat=remat, zero=zero)
+        pairs = self.pair_layers
+        if pairs is None:
+            communicates = model.uses_axes and transfers_overlap(mesh)
+            pairs = communicates and model.layers_are_alike and bool(schedule.overlapped)
+        return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)

@@ -78,6 +78,9 @@ class Pipeline(Assembly):
         the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
       residuals: where what F keeps waits for its backward: on the "device", or on the "host", over
         the device's bus; best with ``remat="full"``, which keeps least.
+      pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
+        one loop, so that matmuls of one hide what the other communicates, or one after the other;
+        for layers that are alike. By default where layers use mesh axes, on GPUs.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: fills bubbles with NaN, for tests.
@@ -121,6 +124,7 @@ class Pipeline(Assembly):
         weights: str = "stacked",
         weight_slots: int = 1,
         residuals: str = "device",
+        pair_layers: bool | None = None,
         layer_counts: Sequence[int] | None = None,
         states: States = None,
         poison: bool = False,
@@ -136,6 +140,7 @@ class Pipeline(Assembly):
             weights=weights,
             weight_slots=weight_slots,
             residuals=residuals,
+            pair_layers=pair_layers,
             layer_counts=layer_counts,
             poison=poison,
         )
@@ -146,7 +151,7 @@ class Pipeline(Assembly):
         assert built is not None  # named_schedule gave none only with a problem, as did checks
         validate(built)
         leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
-        mesh, options = with_auto_axes(mesh), options.on(mesh, axes)
+        mesh, options = with_auto_axes(mesh), options.on(mesh, axes, model, built)
         super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=options)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))
 

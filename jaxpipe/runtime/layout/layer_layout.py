@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Self, TypeAlias, TypeVar
 
 import jax
@@ -43,11 +43,14 @@ from jaxpipe.runtime.types import (
     Stored,
     Tree,
 )
-from jaxpipe.schedule.lowering.table import NONE
+from jaxpipe.schedule.lowering.table import NONE, Chunk
 
 Carry = TypeVar("Carry")
 Body: TypeAlias = Callable[..., Tree]
 """Body of a loop: it takes a chunk, a number within it and the carry, and returns the carry."""
+
+ChunkSpan: TypeAlias = tuple[Index, Index]
+"""A chunk, and the number of its layers."""
 
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 DeviceParts: TypeAlias = Sequence[jax.Array]
@@ -219,6 +222,34 @@ class LayerLayout(Piece, abc.ABC):
             return body(chunk, lo + hi - 1 - i if down else i, *through)
 
         return lax.fori_loop(lo, hi, step, (arrays, carry))
+
+    def loop_pairs(
+        self,
+        backward: ChunkSpan,
+        forward: ChunkSpan,
+        pairs: Collection[tuple[Chunk, Chunk]],
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+    ) -> tuple[Arrays, Carry, Index]:
+        """Runs a layer of each of two chunks per turn, as long as both have one.
+
+        Args:
+          backward: chunk and number of layers; its last layer runs first.
+          forward: chunk and number of layers; its first layer runs first.
+          pairs: all that these two may be.
+          body: ``body(backward, forward, arrays, carry)``, with chunk and layer of each; returns
+            arrays and carry.
+
+        Returns:
+          Arrays, carry and the number of turns.
+        """
+        turns = jnp.minimum(backward[1], forward[1])
+
+        def step(i: Index, through: tuple[Arrays, Carry]) -> tuple[Arrays, Carry]:
+            return body((backward[0], backward[1] - 1 - i), (forward[0], i), *through)
+
+        return *lax.fori_loop(0, turns, step, (arrays, carry)), turns
 
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""

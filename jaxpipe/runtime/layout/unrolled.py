@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import overwrite, run_if
 from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
+from jaxpipe.runtime.layout.layer_layout import Body, Carry, ChunkSpan, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
+from jaxpipe.schedule.lowering.table import Chunk
 
 
 class _Place(NamedTuple):
@@ -93,6 +96,36 @@ class Unrolled(LayerLayout):
                 own, carry = run_if(runs, step, (own, carry))
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
+
+    def loop_pairs(
+        self,
+        backward: ChunkSpan,
+        forward: ChunkSpan,
+        pairs: Collection[tuple[Chunk, Chunk]],
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+    ) -> tuple[Arrays, Carry, Index]:
+        """Runs one loop per pair of rows that come together, in the order of the forward's."""
+        turns = jnp.minimum(backward[1], forward[1])
+        rows = {
+            ((f, i), (b, layers - 1 - i))
+            for (b, layers), (f, count) in pairs
+            for i in range(min(layers, count))
+        }
+        for (f, i), (b, layer) in sorted(rows):
+            is_forward = (forward[0] == f) & (i < turns)
+            runs = is_forward & (backward[0] == b) & (backward[1] - 1 - i == layer)
+            number = (b * self.num_pieces + layer) % len(arrays)
+            own = {n: row if n == number else None for n, row in arrays.items()}
+
+            def step(through: Any, at: Any = ((b, layer), (f, i))) -> Any:
+                return body(*at, *through)
+
+            with jax.named_scope(f"chunk{b}_layer{layer}_chunk{f}_layer{i}"):
+                own, carry = run_if(runs, step, (own, carry))
+            arrays = arrays | {number: own[number]}
+        return arrays, carry, turns
 
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs one loop per chunk, since on GPUs the host waits for each loop."""

@@ -37,7 +37,7 @@ from jaxpipe.runtime.types import (
     Tree,
 )
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.lowering.table import Pairs, TickTable
 from jaxpipe.schedule.problems import refuse
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Setup:
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
       leaves: the kind of forward that leaves residuals.
       residuals: where those of F wait, "device" or "host".
+      pair_layers: whether layers of an overlapped forward and backward share a loop.
+      overlaps: whether devices communicate while they compute.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
@@ -87,6 +89,8 @@ class Setup:
     early: bool = True
     leaves: Kind = Kind.F
     residuals: str = "device"
+    pair_layers: bool = False
+    overlaps: bool = True
     stamps: Stamps | None = None
 
     @property
@@ -154,6 +158,14 @@ class Fixed:
     @property
     def table(self) -> TickTable:
         return self.setup.table
+
+    @property
+    def pairs(self) -> Pairs:
+        """The actions whose layers share a loop: none where cells are measured one by one, or
+        where layers are of several kinds."""
+        measured = self.setup.stamps is not None
+        alone = measured or len(self.layers.kinds) > 1 or not self.setup.pair_layers
+        return {} if alone else self.table.pairs
 
     @property
     def num_layers(self) -> int:

@@ -25,7 +25,7 @@ from jaxpipe.schedule.lowering.table import BodyParts, Edges, Row, TickTable
 
 Inboxes: TypeAlias = dict[str, Message]
 
-INBOX = {Kind.F: "x", Kind.B: "dy", Kind.BW: "dy"}
+INBOX = {Kind.F: "x", Kind.R: "x", Kind.B: "dy", Kind.BW: "dy"}
 """The buffer in which the input of an action waits, by its kind."""
 
 

@@ -134,6 +134,12 @@ class Row(NamedTuple):
     exchange: Integer
 
 
+Chunk: TypeAlias = tuple[int, int]
+"""A chunk of a stage, with its number of layers."""
+
+Pairs: TypeAlias = dict[Kind, set[tuple[Chunk, Chunk]]]
+"""The chunks whose backward and whose forward a tick overlaps, by the kind of the backward."""
+
 Edges: TypeAlias = tuple[tuple[int, int], ...]
 """Pairs of a sender and a receiver."""
 
@@ -273,6 +279,20 @@ class TickTable:
         return bool((self.embed_gradient_slot != NONE).any())
 
     @property
+    def pairs(self) -> Pairs:
+        """What ticks overlap. Where other backwards are split, a fused one is B and W in a tick."""
+        pairs: Pairs = {}
+        forward = self.passes[Kind.F]
+        for kind, backward in self.passes.items():
+            if kind not in (Kind.B, Kind.BW):
+                continue
+            for place in map(tuple, np.argwhere((forward.layers > 0) & (backward.layers > 0))):
+                fused = Kind.W not in self.passes or self.passes[Kind.W].layers[place]
+                chunks = _chunk(backward, place), _chunk(forward, place)
+                pairs.setdefault(Kind.BW if fused else Kind.B, set()).add(chunks)
+        return pairs
+
+    @property
     def rows(self) -> Row:
         """All rows as one, int32 ``[ticks, stages]``; `Row.outer` and `Row.exchange`, which are the
         same for all stages, have no dimension of stages."""
@@ -350,3 +370,7 @@ class TickTable:
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk: the room every chunk gets."""
         return max(self.layer_counts)
+
+
+def _chunk(cell: Cell, place: tuple[int, ...]) -> Chunk:
+    return int(cell.chunk[place]), int(cell.layers[place])
