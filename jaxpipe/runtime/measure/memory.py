@@ -145,13 +145,16 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     from slots while layers run: a single chunk would have all layers in one slot. Chunks have one
     layer if those of the pipeline do: then the gradient of a layer is that of its chunk, and not a
     copy beside it. Ticks go one way if those of the pipeline do: then only messages of one
-    direction exist at once.
+    direction exist at once. Where layers run in pairs, the pipeline keeps its schedule, whose pairs
+    have the values of two layers at once.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
     if pipe.model.layers_are_alike:
         largest, stacked = max(pipe.table.layer_counts), pipe.options.weights == "stacked"
-        if largest == 1:
+        if pipe.options.pair_layers:
+            chunks, layers = pipe.schedule.num_chunks, largest if stacked else min(largest, 2)
+        elif largest == 1:
             chunks, layers = min(2, pipe.schedule.num_chunks), 1
         elif (
             pipe.options.weights == "stacked"
@@ -172,7 +175,9 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     )
     if chunks > 1 or not both_ways:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
-    if pipe.table.num_slots["crossing"] > 1:
+    if pipe.options.pair_layers:
+        schedule = pipe.schedule
+    elif pipe.table.num_slots["crossing"] > 1:
         # With only one slot for a layer, the values that B leaves for W are written in place.
         orders = (tuple(sorted(row, key=lambda a: a.kind is Kind.W)) for row in schedule.orders)
         schedule = dataclasses.replace(schedule, orders=tuple(orders), peak_in_flight=None)
