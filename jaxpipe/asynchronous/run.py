@@ -27,8 +27,9 @@ from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
 from jaxpipe.runtime.update.per_unit import with_stages, without_stages
 from jaxpipe.schedule.actions import Kind
@@ -240,7 +241,9 @@ def _at(fixed: Fixed, rules: Rules, row: SteadyRow, *, tied: bool) -> Fixed:
 def _outer(setup: Setup, own: AsyncState) -> OuterParams:
     """A version of embedding and head, whole."""
     outer = {name: jax.tree.map(lambda w: w[0], own["weights"][name]) for name in ("embed", "head")}
-    return gather(outer, setup.layout.outer, setup.layout.axes) if setup.zero == 3 else outer
+    return (
+        gather(outer, setup.layout.outer, setup.layout.axes) if setup.options.zero == 3 else outer
+    )
 
 
 # The state between calls.

@@ -16,9 +16,7 @@ from jax import lax
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.weights import WeightSource
-from jaxpipe.runtime.tick.work import LayerWork
+from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, WeightSource
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Integer
@@ -91,7 +89,7 @@ class Versioned(WeightSource):
             if work.action is Kind.R:
                 tau -= self.steady.mean_recompute_delay(part)
             weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
-        if work.fixed.setup.zero == 3:
+        if work.fixed.setup.options.zero == 3:
             weights = gather(weights, work.leaves, work.fixed.axes)
         return [weights]
 
@@ -104,7 +102,7 @@ class Versioned(WeightSource):
             (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
             tau = self.steady.mean_delay(self.steady.embed)
             outer["embed"] = _corrected(embed, delta, tau)
-        if fixed.setup.zero == 3:
+        if fixed.setup.options.zero == 3:
             outer, value = tie(outer, value)
             outer = gather(outer, fixed.setup.layout.outer, fixed.axes)
         return outer, value

@@ -109,12 +109,17 @@ class Assembly:
 
     def setup(self, table: TickTable) -> Setup:
         """Describes the run of a table of this pipeline's placement and layers."""
-        frozen, options = None if self.frozen is None else self.frozen.local, self.options
+        frozen = None if self.frozen is None else self.frozen.local
         return Setup(
-            self.model, self.layout.local, frozen, table, options.remat, options.zero,
-            self.state_layout, self.compute_dtypes, options.poison, residuals=options.residuals,
-            pair_layers=bool(options.pair_layers), overlaps=transfers_overlap(self.mesh),
-        )  # fmt: skip
+            self.model,
+            self.layout.local,
+            frozen,
+            table,
+            self.options,
+            states=self.state_layout,
+            compute=self.compute_dtypes,
+            overlaps=transfers_overlap(self.mesh),
+        )
 
     def make_program(
         self, result: str, *, inputs: tuple[int, ...] = (), stamps: Stamps | None = None

@@ -78,7 +78,7 @@ def _choose(which: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
     return chosen
 
 
-def evaluate(eqns: Eqns, env: Env) -> Env:
+def run_eqns(eqns: Eqns, env: Env) -> Env:
     """Evaluates equations in order; returns the environment grown by their outputs."""
     env = dict(env)
     for eqn in eqns:

@@ -327,7 +327,7 @@ def weight_of(
     def of_context(context: Tree) -> jax.Array:
         env = jaxprs.consts(program)
         env |= dict(zip(inputs[num_other:], jax.tree.leaves(context), strict=True))
-        (value,) = jaxprs.values(outputs, jaxprs.evaluate(eqns, env))
+        (value,) = jaxprs.values(outputs, jaxprs.run_eqns(eqns, env))
         return value
 
     return of_context

@@ -159,7 +159,7 @@ class Split:
         traced, kept = self.traced, [*self.kept_until_b, *self.kept_until_w]
         env = self._known(params, context)
         env |= dict(zip(traced.own, jax.tree.leaves((x, state)), strict=True))
-        env = jaxprs.evaluate(
+        env = jaxprs.run_eqns(
             jaxprs.needed(traced.forward.jaxpr.eqns, [*traced.outputs, *kept]), env
         )
         y = jax.tree.unflatten(traced.y, jaxprs.values(traced.outputs, env))
@@ -179,14 +179,14 @@ class Split:
         kept = dict(zip(self.kept_until_w, until_w, strict=True))
         env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
         env |= self._residuals(self.read_by_w, params, context, kept)
-        return self._dparams(jaxprs.evaluate([*self.again, *self.w], env))
+        return self._dparams(jaxprs.run_eqns([*self.again, *self.w], env))
 
     def backward_fused(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
     ) -> tuple[Activation, Gradients]:
         """Runs B and W at once: returns dx and dparams."""
         read = self.read_by_b | self.read_by_w
-        env = jaxprs.evaluate(self.w, self._run_b(params, until_b, until_w, dy, context, read))
+        env = jaxprs.run_eqns(self.w, self._run_b(params, until_b, until_w, dy, context, read))
         return self._dx(env), self._dparams(env)
 
     def _run_b(
@@ -202,7 +202,7 @@ class Split:
         kept = dict(zip(names, values, strict=True))
         env = jaxprs.consts(self.traced.backward)
         env |= dict(zip(self.traced.dy, jax.tree.leaves(dy), strict=True))
-        return jaxprs.evaluate(self.b, env | self._residuals(read, params, context, kept))
+        return jaxprs.run_eqns(self.b, env | self._residuals(read, params, context, kept))
 
     def _residuals(self, read: Vars, params: LayerParams, context: Tree, kept: Env) -> Env:
         """Finds the backward's inputs: kept, or recomputed from parameters and context."""
@@ -211,7 +211,7 @@ class Split:
         behind = [source[v] for v in wanted]
         recomputed = [v for v in behind if jaxprs.is_var(v) and v not in kept]
         eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, recomputed, kept)
-        env = jaxprs.evaluate(eqns, self._known(params, context) | kept)
+        env = jaxprs.run_eqns(eqns, self._known(params, context) | kept)
         return dict(zip(wanted, jaxprs.values(behind, env), strict=True))
 
     def _known(self, params: LayerParams, context: Tree) -> Env:

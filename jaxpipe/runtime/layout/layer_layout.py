@@ -13,7 +13,7 @@ import abc
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, Self, TypeAlias, TypeVar
+from typing import ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from jax.tree_util import DictKey
 from jax.typing import DTypeLike
 
+from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
@@ -45,7 +46,6 @@ from jaxpipe.runtime.types import (
 )
 from jaxpipe.schedule.lowering.table import NONE, Chunk
 
-Carry = TypeVar("Carry")
 Body: TypeAlias = Callable[..., Tree]
 """Body of a loop: it takes a chunk, a number within it and the carry, and returns the carry."""
 

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout
+from jaxpipe.runtime.barriers import Carry, run_if, tie
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.parts import Slices, communicate

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.runtime.barriers import overwrite, run_if
+from jaxpipe.runtime.barriers import Carry, overwrite, run_if
 from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.layer_layout import Body, Carry, ChunkSpan, LayerLayout, alike
+from jaxpipe.runtime.layout.layer_layout import Body, ChunkSpan, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits

@@ -1,4 +1,4 @@
-"""What a tick does with layers: F, B, BW and W of its cells.
+"""The layers of a tick: F, B, BW and W of its cells.
 
 A tick runs up to four loops over layers, each over those of its cell, so that an idle stage runs
 none. Where a schedule overlaps a forward with a backward, one more loop may run a layer of each per
@@ -28,11 +28,10 @@ from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Work
 from jaxpipe.runtime.tick.messages import INBOX, Inboxes
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.stamps import behind
-from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
@@ -40,7 +39,7 @@ from jaxpipe.schedule.lowering.table import BodyParts, Row
 
 
 class Through(NamedTuple):
-    """What goes through a loop over layers.
+    """Values that go through a loop over layers.
 
     Args:
       carried: what the tick carries, without weights, finished gradients and messages on their
@@ -92,7 +91,7 @@ def run_cells(
     for work in works.values():
         through = run_layers(work, through.arriving(work), done)
     messages = through.messages
-    if fixed.setup.poison:
+    if fixed.setup.options.poison:
         for action, work in works.items():
             if name := INBOX.get(action):
                 message = [jnp.where(work.cell.layers > 0, w, jnp.nan) for w in messages[name]]
@@ -170,8 +169,11 @@ def run_layers(work: Work, through: Through, done: Index = 0) -> Through:
         return carried.gradients, Through(carried.but(gradients=None), messages)
 
     lo, hi, stamps = jnp.int32(0), work.cell.layers, work.fixed.setup.stamps
+    stamped = work.action, work.cell, work.fixed.axes
     if stamps is not None:
-        lo = lo + stamps.take(work, (through.messages, work.held))
+        lo = lo + stamps.take(
+            work.action, work.cell, work.fixed.axes, (through.messages, work.held)
+        )
     if work.action.is_forward:
         lo = lo + done
     else:
@@ -182,7 +184,7 @@ def run_layers(work: Work, through: Through, done: Index = 0) -> Through:
     with jax.named_scope(work.action.name):
         sums, through = work.fixed.params.loop(span, body, sums, through, down=down)
     if stamps is not None:
-        came = stamps.take(work, (through.messages, sums))
+        came = stamps.take(*stamped, (through.messages, sums))
         through = through._replace(messages=behind(came, through.messages))
     return through.but(gradients=sums)
 

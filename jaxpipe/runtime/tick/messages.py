@@ -81,7 +81,7 @@ def exchange(
 def _exchanged(
     table: TickTable, exchange: Index, outputs: dict[Kind, Message], axes: Axes
 ) -> tuple[dict[int, Message], Index]:
-    """What this stage receives in an exchange of the table, by the number of the channel; and zero.
+    """Exchanges; returns what this stage receives, by the number of the channel, and zero.
 
     Messages alone pass through the branches: XLA copies whatever does. Zero is computed in them,
     because XLA for GPUs starts a message only when the one before has arrived, in a branch that has

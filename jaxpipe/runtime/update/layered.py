@@ -17,8 +17,8 @@ from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
+from jaxpipe.runtime.tick.gradients import reduced_outer
 from jaxpipe.runtime.trees import rounded
 from jaxpipe.runtime.types import (
     Arrays,
@@ -72,7 +72,7 @@ class Applied(GradientSink):
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """Updates a chunk whose gradient is complete; nothing reads it again."""
         params, updating = fixed.params, carried.finished
-        step, zero = self._optimizer.step, fixed.setup.zero
+        step, zero = self._optimizer.step, fixed.setup.options.zero
         shared = step.share(updating.rest)
 
         def body(

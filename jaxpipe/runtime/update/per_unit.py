@@ -131,7 +131,7 @@ class PerUnit:
         """What units share before any has given a scalar, from the arguments' leaves that belong
         to no parameter."""
         env = self._units.consts | dict(zip(self._units.inputs, rest, strict=True))
-        return jaxprs.evaluate(self._of_all[0], env)
+        return jaxprs.run_eqns(self._of_all[0], env)
 
     def rest(self, env: Env) -> list[jax.Array]:
         """The leaves of the result that belong to no parameter."""
@@ -286,7 +286,7 @@ class PerUnit:
     ) -> tuple[list[Placed], list[jax.Array]]:
         components, env = list(map(without_stages, placed)), self.share(rest)
         for number, equations in enumerate(self._of_all[1:]):
-            env = jaxprs.evaluate(equations, env | self._give(number, components, env))
+            env = jaxprs.run_eqns(equations, env | self._give(number, components, env))
         layers = self.part("layers", [c["layers"] for c in components], env)
         device = lax.axis_index(self._axes.names)
         components = [c | after(layers, outer_of(c), device) for c in components]
