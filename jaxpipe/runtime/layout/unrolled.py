@@ -119,7 +119,7 @@ class Unrolled(LayerLayout):
             number = (b * self.num_pieces + layer) % len(arrays)
             own = {n: row if n == number else None for n, row in arrays.items()}
 
-            def step(through: Any, at: Any = ((b, layer), (f, i))) -> Any:
+            def step(through: tuple[Arrays, Carry], at: Any = ((b, layer), (f, i))) -> Any:
                 return body(*at, *through)
 
             with jax.named_scope(f"chunk{b}_layer{layer}_chunk{f}_layer{i}"):
