@@ -67,7 +67,7 @@ class AsyncPipeline:
 
     A call of `step` is N ticks, in which one minibatch of N microbatches enters; every stage
     updates its own layers as soon as their gradient is finished. F of a minibatch's microbatch j
-    reads on stage i = 1..P weights that miss ceil((2(P-i)+1-j)/N) updates; B reads the newest
+    reads on stage d = 0..P-1 weights that miss ceil((2(P-d)-1-j)/N) updates; B reads the newest
     weights (PipeMare) or those that its F has read (PipeDream, 2BW).
 
     Layout, evaluation and warm-up (PipeMare's T3) are those of the synchronous pipeline that it is
@@ -75,9 +75,9 @@ class AsyncPipeline:
 
     Clipping scales a gradient by ``clip_norm / max(norm, clip_norm)`` when its part (the layers of
     a stage, the embedding, the head) is updated. The norm is over the newest finished gradient of
-    every part, before clipping; a part that has none yet counts as 0. When stage i is updated for
-    minibatch k, the newest gradient of stage s is that of minibatch ``k + floor((s - i) / N)``,
-    where the embedding counts as stage 1 and the head as stage P+1.
+    every part, before clipping; a part that has none yet counts as 0. When stage d is updated for
+    minibatch k, the newest gradient of stage s is that of minibatch ``k + floor((s - d) / N)``,
+    where the embedding counts as stage 0 and the head as stage P.
 
     The states of a stateful model are defined for every layer after every minibatch: each data
     shard renews its own from microbatch to microbatch, and when F has run the minibatch's last
@@ -155,7 +155,9 @@ class AsyncPipeline:
             clip_norm,
         )
         leaves = Kind.F if recompute_segment is None else Kind.R
-        setup, layout = pipe.setup(self._table()), self._layout.local
+        setup = pipe.setup(self._table())
+        layout = self._layout.local
+        # W follows B in the same tick, so B leaves to it all that belongs to W.
         self._setup = dataclasses.replace(setup, layout=layout, early=False, leaves=leaves)
 
     def _table(self) -> TickTable:
@@ -209,21 +211,22 @@ class AsyncPipeline:
             model that cannot run so.
         """
         shapes = self._rules.optimizer.placing.placed
-        others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
-        self.pipe.check("params", params, batch, states, others)
+        optimizer_problems = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        self.pipe.check("params", params, batch, states, optimizer_problems)
 
         @partial(jax.jit, out_shardings=self.state_shardings)
         def init(
             params: Placed, optimizer_state: OptimizerState, rng: Key, states: States, step: Index
         ) -> AsyncState:
             state = self._at_rest(params, optimizer_state, shapes_of(batch), rng, states, step)
-            return state | {"flight": self._flight(state), "steady": self.steady}
+            return state | {"flight": self._make_flight(state), "steady": self.steady}
 
         return init(params, optimizer_state, rng, states, step)
 
-    def _at_rest(self, *given: Tree) -> AsyncState:
-        """The state without what is in flight."""
-        params, optimizer_state, batch, rng, states, step = given
+    def _at_rest(
+        self, params: Tree, optimizer_state: Tree, batch: Tree, rng: Key, states: Tree, step: Index
+    ) -> AsyncState:
+        """The state of an empty pipeline without "flight" and "steady"; ``batch`` is of shapes."""
         # A state to be donated must not share an array, with itself or with the caller.
         params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
         owned, rest = self._rules.optimizer.state.split(optimizer_state)
@@ -251,7 +254,7 @@ class AsyncPipeline:
         }
 
     @cached_property
-    def _flight(self) -> Callable[[AsyncState], Tree]:
+    def _make_flight(self) -> Callable[[AsyncState], Tree]:
         """Makes what is in flight of an empty pipeline, from the rest of its state."""
 
         def empty(state: AsyncState) -> Tree:
@@ -276,12 +279,14 @@ class AsyncPipeline:
             problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
         if not problems:  # only then can the model be traced
             refuse(self.pipe.batch_problems(batch))
-            expected = jax.eval_shape(self._flight, at_rest)
+            expected = jax.eval_shape(self._make_flight, at_rest)
             problems = mismatches("state['flight']", state.get("flight"), expected)
         problems += [_OTHER_STATE] if problems else []
         given = {"batch": batch, "rng": rng}
-        others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
-        problems += [*others, _OTHER_MINIBATCH] if others else []
+        minibatch_problems = [
+            line for key, value in minibatch.items() for line in mismatches(key, value, given[key])
+        ]
+        problems += [*minibatch_problems, _OTHER_MINIBATCH] if minibatch_problems else []
         refuse(problems)
         return state | {"steady": self.steady}
 
@@ -304,10 +309,10 @@ class AsyncPipeline:
 
     def params(self, state: AsyncState) -> Placed:
         """The newest placed parameters of every part; all of one version after `drain`."""
-        return self._newest(self._checked(state))
+        return self._newest_params(self._checked(state))
 
     @cached_property
-    def _newest(self) -> Callable[[AsyncState], Placed]:
+    def _newest_params(self) -> Callable[[AsyncState], Placed]:
         def newest(state: AsyncState) -> Placed:
             return with_stages(run.newest_weights(self._setup, self._rules, state))
 
@@ -343,10 +348,11 @@ class AsyncPipeline:
         params = self.params(state)
         optimizer = self._rules.optimizer
         components = optimizer.components(state["owned"])
-        return self._placed(params, optimizer.state.join(components, state["rest"]["embed"]))
+        optimizer_state = optimizer.state.join(components, state["rest"]["embed"])
+        return self._to_synchronous(params, optimizer_state)
 
     @cached_property
-    def _placed(self) -> Callable[..., tuple[Placed, OptimizerState]]:
+    def _to_synchronous(self) -> Callable[..., tuple[Placed, OptimizerState]]:
         """Puts parameters and optimizer state where the synchronous pipeline has them."""
         shapes = self.pipe.placed_params, self.pipe.optimizer_placing(self.optimizer).placed
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -379,8 +385,8 @@ class AsyncPipeline:
             return run.call(self._setup, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(self.pipe.axes.data), P()
-        step = self.pipe.shard_map(body, in_specs, (self._specs, P()))
-        state, left = step(state, batch, rng)
+        run_ticks = self.pipe.shard_map(body, in_specs, (self._specs, P()))
+        state, left = run_ticks(state, batch, rng)
         return state, jax.tree.map(lambda w: w[0], left)
 
     def drain(self, state: AsyncState) -> tuple[AsyncState, Tree]:
@@ -409,10 +415,9 @@ class AsyncPipeline:
 
     @cached_property
     def _specs(self) -> dict[str, Tree]:
-        """Partition specs of the state's parts."""
-
-        layout, zero, axes = self._layout, self.pipe.options.zero, self.pipe.axes
-        weights = layout.specs(sharded=zero == 3)
+        """Partition specs of the state by key; `AsyncState` says where else a new key belongs."""
+        zero, axes = self.pipe.options.zero, self.pipe.axes
+        weights = self._layout.specs(sharded=zero == 3)
         states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
         return {

@@ -38,7 +38,10 @@ from jaxpipe.schedule.lowering.table import NONE, Row
 AsyncState: TypeAlias = dict[str, Tree]
 """State of a run from call to call: "weights" and "delta" by part, "owned" and "rest" of the
 optimizer, "states" of stateful layers after the last whole minibatch, "recent" rows and keys,
-"clock", the rules "steady", and "flight": what is in flight."""
+"clock", the rules "steady", and "flight": what is in flight.
+
+A new key belongs in `_at_rest` and `_specs` of `AsyncPipeline` and in what `call` returns; also in
+`_BY_PART` if it holds a tree for each part; a key of "flight", in `_in_flight` and `_carried`."""
 
 _BY_PART = ("weights", "delta", "rest")
 

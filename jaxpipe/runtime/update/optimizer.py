@@ -79,9 +79,10 @@ class PlacedOptimizer:
 
     def _cut(self, function: Callable[..., Tree], args: dict[str, Shapes]) -> PerUnit:
         # From ZeRO-1 to 2 data shards have whole the weights that they update in part.
-        whole = [list(args).index("params")] if self._zero in (1, 2) else []
+        replicated = [list(args).index("params")] if self._zero in (1, 2) else []
+        sharded = self._zero >= 1
         with _explained():
-            return PerUnit(function, args, self._params, sharded=self._zero >= 1, whole=whole)
+            return PerUnit(function, args, self._params, sharded=sharded, replicated=replicated)
 
     @cached_property
     def step(self) -> PerUnit:
