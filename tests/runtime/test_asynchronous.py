@@ -54,7 +54,6 @@ FEW = {
 }
 MANY = [
     *(Case(Settings(4, 3, optimizer=name)) for name in ("momentum", "adam", "adamw")),
-    *(Case(Settings(2, 5, "pipedream", name, **T1)) for name in ("sgd", "momentum")),
     *(
         Case(Settings(3, 2, optimizer="momentum", **T2, remat=remat), layers=7, fused=fused)
         for remat in ("none", "dots")
@@ -63,10 +62,7 @@ MANY = [
     *(
         Case(Settings(P, N, optimizer="adamw", recompute_segment=segment, **options), layers=P + 2)
         for segment, P, N, options in (
-            (1, 4, 2, {}),
-            (3, 4, 8, {**T1, **T2, "clip_norm": 0.5}),
-            (4, 4, 1, T2),
-            (2, 3, 2, {"method": "pipedream"}),
+            *((1, 4, 2, {}), (3, 4, 8, {**T1, **T2, "clip_norm": 0.5}), (4, 4, 1, T2)),
             (2, 5, 2, {"warm_up": 3, "drains": (6,), "remat": "dots", **T1, **T2}),
         )
     ),
@@ -76,17 +72,10 @@ MANY = [
         for zero in range(4)
     ),
     *(
-        Case(
-            Settings(P, N, optimizer="momentum", clip_norm=0.3, drains=(6,)),
-            layers=5,
-            tied=N > 2,
-            data=data,
-            zero=data - 1,
-        )
+        Case(Settings(P, N, optimizer="momentum", clip_norm=0.3), layers=5, data=data)
         for P, N, data in ((3, 4, 1), (3, 4, 2), (4, 1, 1), (4, 2, 1))
     ),
     Case(Settings(2, 3, "2bw", "sgd", 7, warm_up=1, drains=(4, 7))),
-    Case(Settings(2, 2, "pipedream", "adam"), data=2, zero=3, differ=True),
 ]
 
 
