@@ -36,7 +36,7 @@ test-faults: setup
 test-parity:
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
-	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/models/test_hugging_face_decoders.py tests/end_to_end/test_fine_tuning.py
+	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/end_to_end/test_fine_tuning.py
 
 # Pages in a headless browser: Debian's package chromium, or what `playwright install chromium` loads.
 test-browser: setup
