@@ -171,9 +171,7 @@ def run_layers(work: Work, through: Through, done: Index = 0) -> Through:
     lo, hi, stamps = jnp.int32(0), work.cell.layers, work.fixed.setup.stamps
     stamped = work.action, work.cell, work.fixed.axes
     if stamps is not None:
-        lo = lo + stamps.take(
-            work.action, work.cell, work.fixed.axes, (through.messages, work.held)
-        )
+        lo = lo + stamps.take(*stamped, (through.messages, work.held))
     if work.action.is_forward:
         lo = lo + done
     else:
