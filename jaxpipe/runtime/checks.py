@@ -103,7 +103,9 @@ def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterato
         return
     if schedule is not None and not schedule.overlapped:
         rule = f"has no effect: schedule {schedule.name!r} overlaps no forward with a backward"
-        yield Problem("pair_layers", True, rule, {"schedule": "dualpipe-v-published"})
+        note = "It overlaps them where there are more microbatches than stages."
+        nearest = {"schedule": "dualpipe-v-published"}
+        yield Problem("pair_layers", True, rule, nearest, note=note)
     if not model.layers_are_alike:
         yield Problem("pair_layers", True, "runs layers that are alike, and Model.layer is a tuple")
 

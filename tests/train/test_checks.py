@@ -69,6 +69,12 @@ RULES = [
     ({"asynchronous.warmup_steps": 3}, "Nearest valid: 0, or pipeline.schedule=pipemare."),
     ({"pipeline.schedule": "pipemare", "pipeline.weights": "unrolled"}, "Nearest valid: stacked."),
     (
+        {"pipeline.schedule": "1f1b", "pipeline.pair_layers": True},
+        "pipeline.pair_layers=true has no effect: pipeline.schedule=1f1b overlaps no forward with "
+        "a backward. Nearest valid: null, or pipeline.schedule=dualpipe-v-published with more "
+        "microbatches than stages.",
+    ),
+    (
         {"pipeline.compute_dtype": "bfloat16"},
         "Nearest valid: model.dtype=bfloat16, or no pipeline.compute_dtype.",
     ),
