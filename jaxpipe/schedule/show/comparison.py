@@ -62,7 +62,7 @@ def comparison_figure(rows: Sequence[Summary], title: str) -> str:
     """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
-      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").count("<rect")
+      >>> comparison_figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").count("<rect")
       6
     """
     margin, bubbles, peaks, height = 190.0, 340.0, 200.0, 30.0
