@@ -22,15 +22,13 @@ import optax
 from jaxpipe import Pipeline, make_mesh, schedules
 from jaxpipe.errors import ArgumentError, refuse
 from jaxpipe.planning import measuring
-from jaxpipe.planning.calibration import Calibration, known
-from jaxpipe.planning.devices import cluster
-from jaxpipe.planning.found import Found, Goal
+from jaxpipe.planning.cost import Prediction, chunk_costs
+from jaxpipe.planning.counting import sizes
+from jaxpipe.planning.devices import Calibration, cluster, known
 from jaxpipe.planning.measuring import Runnable
 from jaxpipe.planning.plans import NOTHING, OnHost, Plan
-from jaxpipe.planning.search import search
+from jaxpipe.planning.search import Goal, search
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
-from jaxpipe.planning.step import chunk_costs
-from jaxpipe.planning.traced import sizes
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
@@ -261,7 +259,7 @@ def _of_chunk(costs: Costs) -> dict[str, float]:
     return {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
 
 
-def _in_words(candidate: Found) -> str:
+def _in_words(candidate: Prediction) -> str:
     plan, waits = candidate.plan, candidate.seconds["waits"] / candidate.step_seconds
     return (
         f"{plan.schedule}, {plan.chunks} chunks per stage, {plan.microbatches} microbatches, remat "

@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxpipe import gpu_flags
 from jaxpipe.commands.plan import progress_bar
 from jaxpipe.planning import configurations
-from jaxpipe.planning.calibration import PASSES, Calibration
+from jaxpipe.planning.devices import MEASURED_PASSES, Calibration
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _SIMULATED = 2
@@ -107,5 +107,5 @@ def _report(console: Console, calibration: Calibration) -> None:
         shown = [timed.name, timed.remat, str(timed.rows or "-"), str(timed.count)]
         table.add_row(*shown, f"{timed.seconds * 1e3:.4g}", f"{timed.expected * 1e3:.4g}", times)
     console.print(table)
-    factors = ", ".join(f"{name} {getattr(device.passes, name):.2f}" for name in PASSES)
+    factors = ", ".join(f"{name} {getattr(device.passes, name):.2f}" for name in MEASURED_PASSES)
     console.print(f"together, in multiples of what kernels at these rates take: {factors}")

@@ -11,12 +11,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpipe.commands.predictions import print_parts, read_sizes
 from jaxpipe.commands.printing import output_console, print_table
-from jaxpipe.planning import configurations, step
-from jaxpipe.planning.calibration import find
+from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
-from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, Passes, cluster
-from jaxpipe.planning.found import Found, Goal
-from jaxpipe.planning.search import FINALISTS, REASONS, Result, compiled, search
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, Passes, cluster, find
+from jaxpipe.planning.search import FINALISTS, REASONS, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show import svg
@@ -103,7 +102,7 @@ def plan(
         assert configured is not None
         best = result.best[0]
         steps = None if tokens is None else round(best.steps)
-        text = configured.write(best.plan, step.chunk_costs(best.placed), steps)
+        text = configured.write(best.plan, cost.chunk_costs(best.placed), steps)
         out.write_text(text, encoding="utf-8")
         console.print(f"the first plan is written to {out}")
     if picture is not None:
@@ -117,8 +116,8 @@ def _compiled(
     """Compiles the best plans of a result, without their devices."""
     compiling = bar.add_task("compiling", total=min(count, len(result.best)))
 
-    def taken(candidate: Found) -> int:
-        costs = step.chunk_costs(candidate.placed)
+    def taken(candidate: Prediction) -> int:
+        costs = cost.chunk_costs(candidate.placed)
         size = configured.compiled_bytes(candidate.plan, costs, device)
         bar.advance(compiling)
         return size
@@ -215,7 +214,7 @@ def _report(
             console.print(f"  {count} {reason}: {REASONS[reason]}")
 
 
-def _print_plans(console: Console, title: str, plans: Sequence[Found], goal: Goal) -> None:
+def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal: Goal) -> None:
     training = goal.tokens is not None
     experts = any(candidate.placed.variant.expert > 1 for candidate in plans)
     columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
@@ -248,7 +247,7 @@ def figure(result: Result, title: str) -> str:
     gigabytes = [candidate.device_bytes / 1e9 for candidate in candidates]
     seconds = [candidate.step_seconds for candidate in candidates]
 
-    def place(candidate: Found) -> tuple[float, float]:
+    def place(candidate: Prediction) -> tuple[float, float]:
         x, y = candidate.device_bytes / 1e9, candidate.step_seconds
         right = (x - min(gigabytes)) / (max(gigabytes) - min(gigabytes) or 1)
         down = (max(seconds) - y) / (max(seconds) - min(seconds) or 1)

@@ -12,12 +12,10 @@ from rich.console import Console
 from jaxpipe.commands.options import message
 from jaxpipe.commands.printing import print_table
 from jaxpipe.files import read_bytes
-from jaxpipe.planning import step
-from jaxpipe.planning.calibration import find
-from jaxpipe.planning.devices import cluster
-from jaxpipe.planning.found import Found
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.devices import cluster, find
 from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan
-from jaxpipe.planning.search import exact_best
+from jaxpipe.planning.search import better_as_run
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
@@ -112,7 +110,7 @@ class OnDevices:
 
 def of_schedules(
     names: Sequence[str], on: OnDevices, *, stages: int, microbatches: int
-) -> tuple[dict[str, Found], dict[str, str]]:
+) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Predicts what each schedule takes on one mesh, and says why the others do not fit it.
 
     Args:
@@ -137,7 +135,7 @@ def of_schedules(
         "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
         "zero": on.zero if on.data > 1 else 0, "weights": "unrolled" if few else "stacked",
     }  # fmt: skip
-    predictions: dict[str, Found] = {}
+    predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}
     entries = {entry.name: entry for entry in catalog.entries()}
     for name in names:
@@ -148,7 +146,7 @@ def of_schedules(
             reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
         try:
-            predictions[name] = exact_best(Placed(plan, model, devices))
+            predictions[name] = better_as_run(Placed(plan, model, devices))
         except ArgumentError as error:
             reasons[name] = message(error)
     return predictions, reasons
@@ -158,7 +156,7 @@ def print_parts(
     console: Console,
     title: str,
     label: str,
-    plans: Sequence[tuple[str, Found]],
+    plans: Sequence[tuple[str, Prediction]],
     which: str,
     scale: float,
 ) -> None:
@@ -178,7 +176,7 @@ def print_parts(
     rows = []
     for name, plan in plans:
         parts = getattr(plan, which)
-        values = [*parts.values(), step.total(parts)]
+        values = [*parts.values(), sum(parts.values())]
         values += [plan.compiled_bytes] * compiles
         rows.append((name, *(_shown(scale * value) for value in values)))
     print_table(console, columns, rows, title=title)

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
-from jaxpipe.planning.calibration import Calibration
+from jaxpipe.planning.devices import Calibration
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, refuse

@@ -19,9 +19,18 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.planning import step, traced
-from jaxpipe.planning.calibration import Calibration, Peaks, Timed, calibrate, known
-from jaxpipe.planning.devices import DEVICES, Cluster, Efficiency, cluster
+from jaxpipe.planning import cost, counting
+from jaxpipe.planning.devices import (
+    DEVICES,
+    Calibration,
+    Cluster,
+    Efficiency,
+    Peaks,
+    Timed,
+    calibrate,
+    cluster,
+    known,
+)
 from jaxpipe.planning.plans import Links
 from jaxpipe.planning.sizes import Sizes
 from jaxpipe.runtime.measure.costs import layer_costs, run_seconds
@@ -93,7 +102,7 @@ def measure(
         progress(done / (len(cases) + 1))
         one, together = model.pipeline(1, remat), model.pipeline(devices, remat)
         width = jnp.dtype(model.compute_dtype).itemsize
-        counted = traced.sizes(one, model.batch, model.rng, compute_bytes=width)
+        counted = counting.sizes(one, model.batch, model.rng, compute_bytes=width)
         if done == 1:
             timed += _updates(together, counted, model.optimizer, found)
         timed += _passes(together, counted, model, count, remat, found)
@@ -129,7 +138,7 @@ def _passes(
         first, count = sizes.kind_of.index(kind), sizes.kind_of.count(kind)
         for name, counted in (("f", layer.f), ("b", layer.b), ("w", layer.w)):
             links = Links(*[found.within] * len(Links._fields))
-            expected = step.pass_seconds(counted, rows, found, links)
+            expected = cost.pass_seconds(counted, rows, found, links)
             yield Timed(name, remat, rows, count, getattr(costs[first], name), expected)
 
 
@@ -148,7 +157,7 @@ def _updates(
         seconds = run_seconds(_everywhere(functools.partial(_update, optimizer), pipe.mesh),
                               params, state, params)  # fmt: skip
         moments = sum(leaf.size for leaf in jax.tree.leaves(state)) / elements
-        moved = step.update_bytes(elements, leaves[0].dtype.itemsize, round(moments))
+        moved = cost.update_bytes(elements, leaves[0].dtype.itemsize, round(moments))
         yield Timed("update", "none", 0, count, seconds, moved / found.bandwidth)
 
 

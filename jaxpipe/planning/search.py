@@ -2,7 +2,7 @@
 
 Plans are taken up in the order of what they take at least, which needs no schedule. Each is then
 timed with the published order of its schedule; the search ends when no plan that is left can be
-among the best. Those are timed again as they would run, with orders made for their costs.
+among the best. The finalists are timed again as they would run, with orders made for their costs.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from jaxpipe.planning import candidates, memory, step
-from jaxpipe.planning.candidates import plans
+from jaxpipe.planning import cost, plans
+from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
 from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
 FINALISTS = 8
-"""Plans that are timed as they would run, a fifth of a second to some seconds each: of every mesh,
-schedule and policy the best one."""
+"""Plans that are timed as they would run, a fifth of a second to some seconds each: the best of
+every mesh, schedule and policy."""
 _MOST_OF_FRONT = 6
 """Other plans of the Pareto front that are, the leanest among them."""
 _NEAR = 0.25
-"""What a plan of the Pareto front may have more than another one that was not looked at."""
-_ERROR = 1.02
-"""How much more than predicted a plan may compile into: of 99 plans the most was 1.4%."""
+"""Share by which a plan of the Pareto front may exceed one that was not looked at."""
+MARGIN = 1.08
+"""Factor of the predicted bytes that must fit, for what the compiler adds."""
 
 REASONS = {
     "rows": "rows, shards and microbatches do not divide the batch",
@@ -39,12 +38,54 @@ REASONS = {
     "slower": "slower than the best, even without a bubble, and hardly leaner",
     "late": "slower than the best, with its bubble",
 }
-"""Why plans are out, in a word, and the word explained."""
+"""Reasons why plans are out, in a word, and the word explained."""
+
+OBJECTIVES: Mapping[str, Callable[[Prediction], float]] = {
+    "time": lambda prediction: prediction.train_seconds,
+    "cost": lambda prediction: prediction.dollars,
+    "memory": lambda prediction: prediction.device_bytes,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """The training to plan for.
+
+    Args:
+      tokens: tokens to see, at a batch far below the critical one; None for one step.
+      batches: rows of a step that may be chosen.
+      critical_tokens: the critical batch; None if every token counts the same in any batch.
+      objective: a name in `OBJECTIVES`.
+    """
+
+    tokens: float | None
+    batches: tuple[int, ...]
+    critical_tokens: float | None = None
+    objective: str = "time"
+
+    def steps(self, batch_tokens: float) -> float:
+        """Counts optimizer steps: E_min (1 / B + 1 / B_crit) of McCandlish et al. 2018, equation
+        2.11.
+
+        Example:
+          >>> Goal(1e9, (8,), critical_tokens=1e6).steps(1e6)
+          2000.0
+        """
+        if self.tokens is None:
+            return 1.0
+        per_token = 1 / batch_tokens
+        if self.critical_tokens is not None:
+            per_token += 1 / self.critical_tokens
+        return self.tokens * per_token
+
+    def steps_of(self, placed: Placed) -> float:
+        """Counts optimizer steps with a plan's batch."""
+        return self.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a search found.
+    """Outcome of a search.
 
     Args:
       best: the finalists, the best first.
@@ -53,8 +94,8 @@ class Result:
       considered: how many there were.
     """
 
-    best: tuple[Found, ...]
-    front: tuple[Found, ...]
+    best: tuple[Prediction, ...]
+    front: tuple[Prediction, ...]
     excluded: Counter[str]
     considered: int
 
@@ -86,34 +127,34 @@ def search(
     placed = [
         placements(Placed(plan, model, cluster))[0]
         for cluster in clusters
-        for plan in plans(
+        for plan in plans.plans(
             model,
             cluster,
             goal.batches,
             excluded,
-            on_host=candidates.on_host(model, cluster) if on_host is None else [on_host],
+            on_host=plans.on_host(model, cluster) if on_host is None else [on_host],
         )
         if allowed(plan)
     ]
     considered = len(placed) + excluded.total()
     _refuse_none(placed, clusters, goal)
     progress(0.05)
-    fitting = [one for one in placed if memory.least_bytes(one) <= _room(one)]
+    fitting = [one for one in placed if cost.least_bytes(one) <= _room(one)]
     excluded["memory"] += len(placed) - len(fitting)
     if not fitting:
         _refuse_memory(placed)
-    found = _screened(fitting, goal, finalists, excluded, progress)
-    if not found:
+    screened = _screened(fitting, goal, finalists, excluded, progress)
+    if not screened:
         _refuse_memory(fitting)
     objective = OBJECTIVES[goal.objective]
-    of_kind = {_kind(one): one for one in sorted(found, key=objective, reverse=True)}
-    first = sorted(of_kind.values(), key=objective)[:finalists]
-    rest = [one for one in front(found) if one not in first][::-1]
-    chosen = [*first, *rest[:: max(1, -(-len(rest) // _MOST_OF_FRONT))]]
+    by_kind = {_kind(one): one for one in sorted(screened, key=objective, reverse=True)}
+    first = sorted(by_kind.values(), key=objective)[:finalists]
+    others = [one for one in front(screened) if one not in first][::-1]
+    chosen = [*first, *others[:: max(1, -(-len(others) // _MOST_OF_FRONT))]]
     timed = []
-    for n, one in enumerate(chosen, start=1):
-        timed.append(exact(one))
-        progress(0.6 + 0.4 * n / len(chosen))
+    for number, prediction in enumerate(chosen, start=1):
+        timed.append(as_run(prediction))
+        progress(0.6 + 0.4 * number / len(chosen))
     # Orders that are made for costs may keep more in flight than published ones.
     fit = [one for one in timed if _fits(one)]
     if not fit:
@@ -122,13 +163,26 @@ def search(
     best = sorted((one for one in fit if one.plan in named), key=objective) or fit
     shown = {one.plan for one in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
-    excluded["late"] += len(found) - (len(timed) - len(fit)) - len(shown)
+    excluded["late"] += len(screened) - (len(timed) - len(fit)) - len(shown)
     return Result(tuple(best), front(fit), excluded, considered)
 
 
-def _kind(found: Found) -> tuple[object, ...]:
-    """What plans have in common that differ only in rows, slots, ZeRO level or replicas."""
-    plan = found.plan
+def front(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    """Selects the plans that no other one beats in time, memory and cost at once, by time."""
+    kept: list[Prediction] = []
+    for one in sorted(predictions, key=lambda one: (one.train_seconds, one.device_bytes)):
+        beaten = any(
+            other.device_bytes <= one.device_bytes and other.dollars <= one.dollars
+            for other in kept
+        )
+        if not beaten:
+            kept.append(one)
+    return tuple(kept)
+
+
+def _kind(prediction: Prediction) -> tuple[object, ...]:
+    """Collects what plans share that differ only in rows, slots, ZeRO level or replicas."""
+    plan = prediction.plan
     mesh = plan.stage, plan.data, plan.expert, plan.context, plan.tensor
     return *mesh, plan.schedule, plan.remat
 
@@ -139,67 +193,70 @@ def _screened(
     finalists: int,
     excluded: Counter[str],
     progress: Callable[[float], None],
-) -> list[Found]:
-    """The plans that may be among the best, and lean ones, with published orders."""
+) -> list[Prediction]:
+    """Predicts, with published orders, the plans that may be among the best, and lean ones."""
     objective = OBJECTIVES[goal.objective]
     bounds = {one: _bound(one, goal) for one in fitting}
     fitting = sorted(fitting, key=bounds.__getitem__)
-    found: list[Found] = []
+    predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
     worst, closed = math.inf, len(fitting)
-    for n, one in enumerate(fitting):
-        if bounds[one] > worst:
-            closed = n
+    for number, placed in enumerate(fitting):
+        if bounds[placed] > worst:
+            closed = number
             break
-        if (plan := _better_placed(one, goal, excluded)) is not None:
-            found.append(plan)
-            values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
+        if (better := _better_placed(placed, goal, excluded)) is not None:
+            predictions.append(better)
+            kind = _kind(better)
+            values[kind] = min(objective(better), values.get(kind, math.inf))
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
-        progress(0.05 + 0.5 * n / (n + 500))
-    return found + _lean(fitting[closed:], found, goal, excluded, progress)
+        progress(0.05 + 0.5 * number / (number + 500))
+    return predictions + _lean(fitting[closed:], predictions, goal, excluded, progress)
 
 
 def _lean(
-    left: Sequence[Placed],
-    found: Sequence[Found],
+    remaining: Sequence[Placed],
+    predictions: Sequence[Prediction],
     goal: Goal,
     excluded: Counter[str],
     progress: Callable[[float], None],
-) -> list[Found]:
-    """Those of the plans that are left without which no plan that was found may be near in time,
-    memory and cost at once, with published orders. Those that promise most come first."""
-    promised = [(_least_seconds(one, goal), memory.least_bytes(one), one) for one in left]
-    near = [_measures(one) for one in front(found)]
-    more: list[Found] = []
-    for n, (seconds, needed, one) in enumerate(sorted(promised, key=lambda p: p[0] * p[1])):
-        progress(0.55 + 0.05 * n / len(left))
-        dollars = seconds * one.cluster.dollars_per_second
-        most = [(1 + _NEAR) * least for least in (seconds, needed, dollars)]
+) -> list[Prediction]:
+    """Screens the remaining plans for those that may extend the Pareto front of predictions.
+
+    A plan may, if its bounds of time, memory and cost are not near to those of a plan of the front.
+    """
+    bounds = [(_least_seconds(one, goal), cost.least_bytes(one), one) for one in remaining]
+    near = [_measures(one) for one in front(predictions)]
+    lean: list[Prediction] = []
+    promising = sorted(bounds, key=lambda bound: bound[0] * bound[1])
+    for number, (seconds, least, placed) in enumerate(promising):
+        progress(0.55 + 0.05 * number / len(remaining))
+        dollars = seconds * placed.cluster.dollars_per_second
+        most = [(1 + _NEAR) * bound for bound in (seconds, least, dollars)]
         if any(a <= most[0] and b <= most[1] and c <= most[2] for a, b, c in near):
             excluded["slower"] += 1
-        elif (plan := _better_placed(one, goal, excluded)) is not None:
-            more.append(plan)
-            near.append(_measures(plan))
-    return more
+        elif (better := _better_placed(placed, goal, excluded)) is not None:
+            lean.append(better)
+            near.append(_measures(better))
+    return lean
 
 
-def _measures(found: Found) -> tuple[float, float, float]:
-    return found.train_seconds, found.device_bytes, found.dollars
+def _measures(prediction: Prediction) -> tuple[float, float, float]:
+    return prediction.train_seconds, prediction.device_bytes, prediction.dollars
 
 
 def _bound(placed: Placed, goal: Goal) -> float:
-    """The least that the objective can be."""
+    """Bounds the objective from below."""
     if goal.objective == "memory":
-        return memory.least_bytes(placed)
+        return cost.least_bytes(placed)
     seconds = _least_seconds(placed, goal)
-    cost = goal.objective == "cost"
-    return seconds * placed.cluster.dollars_per_second if cost else seconds
+    dollars = goal.objective == "cost"
+    return seconds * placed.cluster.dollars_per_second if dollars else seconds
 
 
 def _least_seconds(placed: Placed, goal: Goal) -> float:
-    """That the training takes at least."""
-    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
-    return steps * step.least_seconds(placed)
+    """Bounds the seconds of the training from below."""
+    return goal.steps_of(placed) * cost.least_seconds(placed)
 
 
 def placements(placed: Placed) -> list[Placed]:
@@ -215,53 +272,52 @@ def placements(placed: Placed) -> list[Placed]:
     ]
 
 
-def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
-    """Times a plan with its published order; None, with the reason counted, if it is out."""
-    program, limit = step.program_of(placed, published=True), _room(placed)
+def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Prediction | None:
+    """Predicts a plan with its published order; None, with the reason counted, if it is out."""
+    program, room = cost.program_of(placed, published=True), _room(placed)
     try:
-        fits = memory.least_bytes(placed, program) <= limit
+        fits = cost.least_bytes(placed, program) <= room
     except ArgumentError:
         excluded["schedule"] += 1
         return None
-    if not fits or step.total(parts := memory.device_bytes(placed, program)) > limit:
+    if not fits or sum((parts := cost.device_bytes(placed, program)).values()) > room:
         excluded["memory"] += 1
         return None
-    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
-    return Found(placed, step.step_seconds(placed, program), parts, steps, exact=False)
+    return Prediction(placed, cost.step_seconds(placed, program), parts, goal.steps_of(placed))
 
 
-def _better_placed(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
-    """Times a plan with embedding and head where that is better, or counts why it is out."""
+def _better_placed(placed: Placed, goal: Goal, excluded: Counter[str]) -> Prediction | None:
+    """Predicts a plan with embedding and head where that is better, or counts why it is out."""
     reasons: Counter[str] = Counter()
     evaluations = [evaluated(choice, goal, reasons) for choice in placements(placed)]
-    fitting = [plan for plan in evaluations if plan is not None]
+    fitting = [one for one in evaluations if one is not None]
     if not fitting:
         excluded[next(iter(reasons))] += 1
     return min(fitting, key=OBJECTIVES[goal.objective], default=None)
 
 
-def exact(found: Found) -> Found:
-    """A plan as it would run, its order made for its costs."""
-    placed = found.placed
-    program = step.program_of(placed)
-    seconds = step.step_seconds(placed, program)
-    return found._replace(seconds=seconds, bytes=memory.device_bytes(placed, program), exact=True)
+def as_run(prediction: Prediction) -> Prediction:
+    """Predicts a plan again as it would run, its order made for its costs."""
+    placed = prediction.placed
+    program = cost.program_of(placed)
+    seconds = cost.step_seconds(placed, program)
+    return prediction._replace(seconds=seconds, bytes=cost.device_bytes(placed, program))
 
 
-def exact_best(placed: Placed) -> Found:
-    """Times a plan as it would run, with embedding and head where that is faster and fits."""
-    timed = [exact(Found(choice, {}, {}, 1.0, exact=False)) for choice in placements(placed)]
-    return min(timed, key=lambda plan: (not _fits(plan), plan.step_seconds))
+def better_as_run(placed: Placed) -> Prediction:
+    """Predicts a plan as it would run, with embedding and head where that is faster and fits."""
+    timed = [as_run(Prediction(choice, {}, {}, 1.0)) for choice in placements(placed)]
+    return min(timed, key=lambda one: (not _fits(one), one.step_seconds))
 
 
 def compiled(
-    result: Result, measure: Callable[[Found], float], *, count: int, goal: Goal
+    result: Result, measure: Callable[[Prediction], float], *, count: int, goal: Goal
 ) -> Result:
-    """Replaces the predicted memory of the best plans by what they are compiled into.
+    """Replaces the predicted memory of the best plans by the compiler's.
 
     Args:
-      result: of a search.
-      measure: bytes of a device of a plan.
+      result: result of a search.
+      measure: compiles a plan, and returns its bytes of a device.
       count: how many plans to compile; only these are among the best then.
 
     Raises:
@@ -279,14 +335,14 @@ def compiled(
 
 
 def _room(placed: Placed) -> float:
-    """Bytes that may be predicted for a plan, so that what it compiles into fits."""
-    return placed.cluster.memory_bytes / _ERROR
+    """Bytes that may be predicted for a plan."""
+    return placed.cluster.memory_bytes / MARGIN
 
 
-def _fits(found: Found) -> bool:
-    compiled = found.compiled_bytes is not None
-    room = found.placed.cluster.memory_bytes if compiled else _room(found.placed)
-    return found.device_bytes <= room
+def _fits(prediction: Prediction) -> bool:
+    is_compiled = prediction.compiled_bytes is not None
+    limit = prediction.placed.cluster.memory_bytes
+    return prediction.device_bytes <= (limit if is_compiled else _room(prediction.placed))
 
 
 def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Goal) -> None:
@@ -298,21 +354,21 @@ def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Go
 
 
 def _refuse_memory(placed: Sequence[Placed]) -> None:
-    least = min(placed, key=memory.least_bytes)
+    least = min(placed, key=cost.least_bytes)
     limit, count = least.cluster.memory_bytes, least.cluster.count
     rule = (
         "is too little for any plan: the leanest needs at least "
-        f"{_ERROR * memory.least_bytes(least):.3g} bytes on each of {count} devices"
+        f"{MARGIN * cost.least_bytes(least):.3g} bytes on each of {count} devices"
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])
 
 
-def _refuse_compiled(found: Sequence[Found]) -> None:
-    least = min(found, key=lambda one: one.device_bytes)
+def _refuse_compiled(predictions: Sequence[Prediction]) -> None:
+    least = min(predictions, key=lambda one: one.device_bytes)
     rule = (
-        f"is too little for the {len(found)} plans that were compiled: the leanest takes "
-        f"{least.device_bytes:.4g} bytes, where {step.total(least.bytes):.4g} were predicted"
+        f"is too little for the {len(predictions)} plans that were compiled: the leanest takes "
+        f"{least.device_bytes:.4g} bytes, where {sum(least.bytes.values()):.4g} were predicted"
     )
     note = "A lower --memory leads to leaner plans; --measure compiles more of them."
     refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import calibration, configurations, devices, step
+from jaxpipe.planning import configurations, cost, devices
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 
@@ -24,7 +24,7 @@ NOTHING = Linear(0, 0)
 MATMUL = Pass((Kernel(Linear(0, 1e12), Linear(1e9, 0)),), NOTHING, ())
 LAYER = LayerSizes(
     *(MATMUL, MATMUL, MATMUL, 10**6),
-    *[NOTHING] * 7,
+    *[NOTHING] * 4,
     ((1000, 1000),),
 )
 MODEL = ModelSizes(
@@ -32,7 +32,7 @@ MODEL = ModelSizes(
     {Variant(1, 1, "none"): Sizes((LAYER,), (0,) * 4, Linear(0, 1e6), 10, 10, MATMUL, NOTHING)},
 )  # fmt: skip
 PLAN = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 0, 1, "stacked")
-PEAKS = calibration.Peaks(500e12, 2e12, 300e9, 200e9, 5e-6)
+PEAKS = devices.Peaks(500e12, 2e12, 300e9, 200e9, 5e-6)
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def trainers_reader(monkeypatch):
     monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
 
 
-def timed(name: str, seconds: float, expected: float) -> calibration.Timed:
-    return calibration.Timed(name, "none", 4, 2, seconds, expected)
+def timed(name: str, seconds: float, expected: float) -> devices.Timed:
+    return devices.Timed(name, "none", 4, 2, seconds, expected)
 
 
 def calibrated(factors: dict[str, float], kind: str = "NVIDIA H100 80GB HBM3"):
     passes = [timed(name, factor * 2.0, 2.0) for name, factor in factors.items()]
-    return calibration.calibrate(kind, PEAKS, passes, memory_bytes=None, source="test")
+    return devices.calibrate(kind, PEAKS, passes, memory_bytes=None, source="test")
 
 
 def test_a_step_takes_what_was_measured():
@@ -61,7 +61,7 @@ def test_a_step_takes_what_was_measured():
     assert fast.cluster.flops == pytest.approx(PEAKS.flops)
     assert fast.cluster.bandwidth == pytest.approx(PEAKS.bandwidth)
     assert fast.cluster.within == pytest.approx(min(PEAKS.message, PEAKS.collective))
-    took, expected = step.layer_costs(slow), step.layer_costs(fast)
+    took, expected = cost.layer_costs(slow), cost.layer_costs(fast)
     kernel = 4 * 1e12 / PEAKS.flops + devices.LAUNCH_SECONDS  # of four rows; F, B and W alike
     assert took.f - expected.f == pytest.approx(0.5 * kernel)
     assert took.b - expected.b == pytest.approx(1.0 * kernel)
@@ -70,7 +70,7 @@ def test_a_step_takes_what_was_measured():
 
 
 def test_a_known_device_keeps_its_peaks_and_an_unknown_one_has_those_that_were_measured():
-    factors = dict.fromkeys(calibration.PASSES, 1.0)
+    factors = dict.fromkeys(devices.MEASURED_PASSES, 1.0)
     known = calibrated(factors).device
     assert (known.name, known.flops) == ("h100", devices.DEVICES["h100"].flops)
     assert known.efficiency.flops == pytest.approx(500 / 989)
@@ -82,9 +82,7 @@ def test_passes_are_weighed_by_their_layers_and_times():
     few = dataclasses.replace(timed("f", 3.0, 1.0), count=1)
     many = dataclasses.replace(timed("f", 10.0, 10.0), count=3)
     rest = [timed(name, 1.0, 1.0) for name in ("b", "w", "update")]
-    found = calibration.calibrate(
-        "cpu", PEAKS, [few, many, *rest], memory_bytes=None, source="test"
-    )
+    found = devices.calibrate("cpu", PEAKS, [few, many, *rest], memory_bytes=None, source="test")
     assert found.device.passes.f == pytest.approx((3 + 30) / (1 + 30))
 
 
@@ -101,7 +99,7 @@ def test_the_command_measures_and_plans_read_its_file(trainers_reader, tmp_path,
     assert all(one["seconds"] > 0 and one["expected"] > 0 for one in data["timed"])
     assert all(math.isfinite(value) for value in data["peaks"].values())
 
-    found = calibration.find(str(out))
+    found = devices.find(str(out))
     assert found.name == "cpu"
     for name in "fbw":
         seconds, expected = (
@@ -149,15 +147,15 @@ def test_files_of_something_else_are_refused(text, tmp_path):
     path = tmp_path / "m.json"
     path.write_text(text)
     with pytest.raises(ArgumentError, match="holds no measured device"):
-        calibration.find(str(path))
+        devices.find(str(path))
 
 
 def test_numbers_below_zero_are_refused(tmp_path):
     path = tmp_path / "m.json"
-    found = calibrated(dict.fromkeys(calibration.PASSES, 1.0))
+    found = calibrated(dict.fromkeys(devices.MEASURED_PASSES, 1.0))
     path.write_text(found.to_json())
-    assert calibration.find(str(path)) == found.device
+    assert devices.find(str(path)) == found.device
     wrong = dataclasses.replace(found, device=dataclasses.replace(found.device, flops=-1.0))
     path.write_text(wrong.to_json())
     with pytest.raises(ArgumentError, match="a number is below 0"):
-        calibration.find(str(path))
+        devices.find(str(path))
