@@ -98,7 +98,8 @@ def best(
     fitting = [
         placed
         for plan in plans(model, cluster, batches, excluded)
-        if allowed(plan)
+        if not plan.ends
+        and allowed(plan)
         and least_bytes(placed := Placed(plan, model, cluster)) <= cluster.memory_bytes
     ]
     bounds = {one: _steps(goal, one) * cost.least_seconds(one) for one in fitting}

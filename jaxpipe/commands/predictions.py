@@ -14,8 +14,8 @@ from jaxpipe.commands.printing import print_table
 from jaxpipe.files import read_bytes
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import cluster, find
-from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan
-from jaxpipe.planning.search import better_as_run
+from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan, who_computes_ends
+from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
@@ -146,9 +146,14 @@ def of_schedules(
             reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
         try:
-            predictions[name] = better_as_run(Placed(plan, model, devices))
+            choices = [
+                predicted(Placed(dataclasses.replace(plan, ends=ends), model, devices))
+                for ends in who_computes_ends(model, on.variant, stages)
+            ]
         except ArgumentError as error:
             reasons[name] = message(error)
+            continue
+        predictions[name] = min(choices, key=lambda one: (not fits(one), one.step_seconds))
     return predictions, reasons
 
 

@@ -62,6 +62,22 @@ _DIGITS = 2
 """Significant digits of relative costs that tell two programs apart."""
 
 
+class Measures(NamedTuple):
+    """Seconds, bytes of a device and dollars of a training."""
+
+    time: float
+    memory: float
+    cost: float
+
+    def near(self, other: Measures, factor: float = 1.0) -> bool:
+        """Whether each of them is at most so many times the other's."""
+        return (
+            self.time <= factor * other.time
+            and self.memory <= factor * other.memory
+            and self.cost <= factor * other.cost
+        )
+
+
 class Prediction(NamedTuple):
     """Predicted time and memory of a plan.
 
@@ -101,6 +117,11 @@ class Prediction(NamedTuple):
     def dollars(self) -> float:
         """Cost of all devices until then."""
         return self.train_seconds * self.placed.cluster.dollars_per_second
+
+    @property
+    def measures(self) -> Measures:
+        """Measures by which plans are compared."""
+        return Measures(self.train_seconds, self.device_bytes, self.dollars)
 
     @property
     def model_flops_share(self) -> float:

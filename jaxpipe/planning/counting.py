@@ -11,17 +11,18 @@ reduction or the program's caller reads is written, by one kernel that reads wha
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
 from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.jaxprs import Eqns, Vars
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layers.split import Split
@@ -31,15 +32,15 @@ from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
-from jaxpipe.runtime.types import Batch, Key, Leaves, Shapes
+from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes
+
+Eqn: TypeAlias = Any
+Var: TypeAlias = Any
 
 EXPERT = "expert"
 """The axis of data shards that split experts."""
 _ROWS = 2, 4, 8, 16, 32
 """Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
-
-_Line = Callable[[float, float], Linear]
-"""Makes the line through the counts at the two numbers of rows."""
 
 _RENAMES = {"reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"}
 _FUSED_MOVES = {"transpose", "slice", "concatenate", "pad", "rev", "split", "dynamic_slice"}
@@ -87,211 +88,180 @@ def sizes(
     if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
     times = pipe.schedule.num_microbatches * experts
-    traces = (_Trace(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS)
+    counts = (_counted(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS)
     for rows, (few, many) in zip(
-        itertools.pairwise(_ROWS), itertools.pairwise(traces), strict=True
+        itertools.pairwise(_ROWS), itertools.pairwise(counts), strict=True
     ):
-        if few.kernels == many.kernels:
-            return _sizes(few, many, functools.partial(_line, rows))
+        if _num_kernels(few) == _num_kernels(many):
+            line = functools.partial(_line, rows)
+            return jax.tree.map(line, few, many, is_leaf=lambda value: isinstance(value, Linear))
     raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
 
 
-def _sizes(few: _Trace, many: _Trace, line: _Line) -> Sizes:
-    return Sizes(
-        layers=tuple(_layer(*both, line) for both in zip(few.layers, many.layers, strict=True)),
-        kind_of=few.kind_of,
-        message=line(few.message, many.message),
-        outer_parameters=few.outer_parameters,
-        outer_split=few.outer_split,
-        head=_pass(few.head, many.head, line),
-        head_live=line(few.head.live, many.head.live),
+def _line(rows: tuple[int, int], few: object, many: Linear) -> object:
+    """Makes the line through the counts at two numbers of rows; the rest is the same at both."""
+    if not isinstance(few, Linear):
+        return few
+    slope = (many.fixed - few.fixed) / (rows[1] - rows[0])
+    return Linear(few.fixed - slope * rows[0], slope)
+
+
+def _num_kernels(sizes: Sizes) -> list[int]:
+    return [len(layer_pass.kernels) for layer in sizes.layers for layer_pass in layer.passes]
+
+
+def _number(value: float) -> Linear:
+    """Makes the line of a count whose growth is not known yet."""
+    return Linear(float(value), 0.0)
+
+
+def _counted(pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int) -> Sizes:
+    """Counts a model for one number of rows."""
+    axes = dict(pipe.mesh.shape)
+
+    def read(fixed: Fixed, batch: StepMicrobatches) -> Sizes:
+        layers, outer = fixed.layers, jax.tree.map(Leaf.struct, fixed.setup.layout.outer)
+        split = dict(jax.tree.leaves_with_path(pipe.model.stage_split))
+        elements = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(outer)}
+        head = _head(fixed, batch, outer, axes)
+        return Sizes(
+            layers=tuple(
+                _layer(kind, fixed.params.canonical_of(kind.example), axes, compute_bytes)
+                for kind in layers.kinds
+            ),
+            kind_of=layers.kind_of,
+            message=_number(max(map(tree_bytes, layers.activations))),
+            outer_parameters=sum(elements.values()),
+            outer_split=sum(size for path, size in elements.items() if path in split),
+            head=head.work,
+            head_live=_number(head.live),
+        )
+
+    return traced.within(pipe, batch, rng, read)
+
+
+def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[str, int]) -> Counted:
+    x = fixed.layers.activations[fixed.layers.last]
+
+    def head(outer: Shapes, x: Activation) -> tuple[jax.Array, Shapes]:
+        def loss(outer: Shapes, x: Activation) -> jax.Array:
+            return differentiated(fixed.head(batch, outer, x, 0))
+
+        value, vjp = jax.vjp(loss, outer, x)
+        return value, vjp(jax.numpy.ones_like(value))
+
+    program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x)).jaxpr
+    arrived = program.invars[len(jax.tree.leaves(outer)) :]  # from the last stage
+    return count(program.eqns, program.outvars, axes, slots=arrived)
+
+
+def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes: int) -> LayerSizes:
+    split, leaves = kind.split, jax.tree.leaves(own)
+    f, b, w, fused = _passes(split, axes, compute_bytes)
+    return LayerSizes(
+        f=f.work,
+        b=b.work,
+        w=w.work,
+        parameters=sum(math.prod(leaf.shape) for leaf in leaves),
+        until_b=_number(tree_bytes(list(split.until_b))),
+        until_w=_number(tree_bytes(list(split.until_w))),
+        crossing=_number(tree_bytes(list(split.crossing))),
+        live=_number(max(counted.live for counted in (f, b, w, fused))),
+        shapes=tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart),
+        expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
     )
 
 
-class _CountedLayer:
-    """One kind of layer for one number of rows."""
-
-    def __init__(self, kind: LayerKind, axes: dict[str, int], own: Leaves, size: int) -> None:
-        self.passes, leaves = _passes(kind.split, axes, size), jax.tree.leaves(own)
-        self.parameters = sum(math.prod(leaf.shape) for leaf in leaves)
-        self.shapes = tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart)
-        self.expert_shapes = tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart)
-        kept = kind.split.until_b, kind.split.until_w, kind.split.crossing
-        self.kept = [tree_bytes(list(one)) for one in kept]
-        self.live = max(counted.live for counted in self.passes)
-
-
-class _Trace:
-    """A model for one number of rows."""
-
-    def __init__(self, pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int) -> None:
-        self.pipe, self.size = pipe, compute_bytes
-        self.axes = dict(pipe.mesh.shape)
-        traced.within(pipe, batch, rng, self._read)
-
-    @property
-    def kernels(self) -> list[int]:
-        """How many every pass has."""
-        return [len(counted.kernels) for layer in self.layers for counted in layer.passes]
-
-    def _read(self, fixed: Fixed, batch: StepMicrobatches) -> None:
-        layers, own = fixed.layers, fixed.params
-        self.kind_of = layers.kind_of
-        self.message = max(map(tree_bytes, layers.activations))
-        self.layers = [
-            _CountedLayer(kind, self.axes, own.canonical_of(kind.example), self.size)
-            for kind in layers.kinds
-        ]
-        outer = jax.tree.map(Leaf.struct, fixed.setup.layout.outer)
-        split = dict(jax.tree.leaves_with_path(self.pipe.model.stage_split))
-        sizes = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(outer)}
-        self.outer_parameters = sum(sizes.values())
-        self.outer_split = sum(size for path, size in sizes.items() if path in split)
-        self.head = self._head(fixed, batch, outer)
-
-    def _head(self, fixed: Fixed, batch: StepMicrobatches, outer: Shapes) -> Counted:
-        x = fixed.layers.activations[fixed.layers.last]
-
-        def head(outer: Shapes, x: Any) -> Any:
-            def loss(outer: Shapes, x: Any) -> jax.Array:
-                return differentiated(fixed.head(batch, outer, x, 0))
-
-            value, vjp = jax.vjp(loss, outer, x)
-            return value, vjp(jax.numpy.ones_like(value))
-
-        program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x)).jaxpr
-        arrived = program.invars[len(jax.tree.leaves(outer)) :]  # from the last stage
-        return count(program.eqns, program.outvars, slots=arrived, axis_sizes=self.axes)
-
-
-def _passes(split: Split, axes: dict[str, int], size: int) -> list[Counted]:
-    """F, B and W of a layer, and both backwards as one."""
+def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[Counted]:
+    """Counts F, B and W of a layer, and both backwards as one."""
     forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
     kept = [*split.kept_until_b, *split.kept_until_w]
     weights = forward.invars[: split.traced.params.num_leaves]
-    returned = [*split.traced.outputs, *kept]
-    source = split.traced.source
+    returned, source = [*split.traced.outputs, *kept], split.traced.source
+    crosses = set(split.crosses)
     # What the backward reads of the forward: residuals from slots, or weights.
     from_slots = {v for v in source if source[v] in kept}
     of_weights = {v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept}
-
-    def counted(eqns: Sequence[Any], outputs: Sequence[Any], slots: set[Any], own: Any) -> Counted:
-        given = {"axis_sizes": axes, "parameters": own, "parameter_bytes": float(size)}
-        return count(eqns, outputs, slots=slots, stored=dparams, **given)
-
-    f_eqns = jaxprs.needed(forward.eqns, returned)
-    crosses = set(split.crosses)
     dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
     dparams = [v for v in dparams if jaxprs.is_var(v)]
-    return [
-        counted(f_eqns, returned, set(kept), weights),
-        counted(split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
-        counted([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
-        counted([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
+    programs: list[tuple[Eqns, Eqns, Vars, Collection[Var]]] = [
+        (jaxprs.needed(forward.eqns, returned), returned, set(kept), weights),
+        (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
+        ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
+        ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
     ]
-
-
-def _layer(few: _CountedLayer, many: _CountedLayer, line: _Line) -> LayerSizes:
-    f, b, w = (_pass(*both, line) for both in zip(few.passes[:3], many.passes[:3], strict=True))
-    until_b, until_w, crossing = map(line, few.kept, many.kept)
-    live = line(few.live, many.live)
-    shapes = few.shapes, few.expert_shapes
-    return LayerSizes(f, b, w, few.parameters, until_b, until_w, crossing, live, *shapes)
-
-
-def _pass(few: Counted, many: Counted, line: _Line) -> Pass:
-    kernels = tuple(
-        Kernel(*map(line, *both)) for both in zip(few.kernels, many.kernels, strict=True)
-    )
-    collectives = tuple(
-        Collective(axis, kind, line(sent, sent_by_many))
-        for (axis, kind, sent), (*_, sent_by_many) in zip(
-            few.collectives, many.collectives, strict=True
+    return [
+        count(
+            eqns,
+            outputs,
+            axes,
+            slots=slots,
+            stored=dparams,
+            weights=dict.fromkeys(own, compute_bytes),
         )
-    )
-    return Pass(kernels, line(few.values, many.values), collectives)
-
-
-def _line(rows: tuple[int, int], few: float, many: float) -> Linear:
-    slope = (many - few) / (rows[1] - rows[0])
-    return Linear(few - slope * rows[0], slope)
+        for eqns, outputs, slots, own in programs
+    ]
 
 
 # Kernels of traced equations.
 
 
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """Work of equations, for one number of rows.
+class Counted(NamedTuple):
+    """Work of equations for one number of rows, and the most bytes that exist at once of what is
+    cut out of slots and what kernels make."""
 
-    Args:
-      kernels: (FLOPs, bytes) of each, in order.
-      values: bytes copied into slots and out of them.
-      collectives: (axis, kind, bytes that a device sends).
-      live: the most bytes that exist at once of what is cut out of slots and what kernels make.
-    """
-
-    kernels: list[tuple[float, float]]
-    values: float
-    collectives: list[tuple[str, str, float]]
+    work: Pass
     live: float
 
 
 def count(
-    eqns: Sequence[Any],
-    outputs: Iterable[Any],
+    eqns: Eqns,
+    outputs: Iterable[Var],
+    axes: Mapping[str, int],
     *,
-    slots: Collection[Any] = (),
-    stored: Collection[Any] = (),
-    axis_sizes: dict[str, int],
-    parameters: Collection[Any] = (),
-    parameter_bytes: float | None = None,
+    slots: Collection[Var] = (),
+    stored: Collection[Var] = (),
+    weights: Mapping[Var, int] = MappingProxyType({}),
 ) -> Counted:
     """Counts flat equations.
 
     Args:
       eqns: with calls inlined, in order.
       outputs: variables that are returned.
+      axes: devices along the axes of the mesh.
       slots: variables that are read from slots, or, among the outputs, written to them.
       stored: outputs that are added to what lies elsewhere, such as gradients.
-      axis_sizes: of the mesh.
-      parameters: variables that are weights.
-      parameter_bytes: of one of their elements, where the program reads a copy in another dtype.
+      weights: variables that are weights, with the bytes of an element of the copy that is read.
     """
-    program = _Program(eqns, outputs, parameters, parameter_bytes)
-    kernels: list[tuple[float, float]] = []
-    collectives: list[tuple[str, str, float]] = []
+    program = _Program(eqns, outputs, weights)
+    kernels: list[Kernel] = []
+    collectives: list[Collective] = []
     copied = 0.0
     for eqn in eqns:
         if eqn.primitive.name in _COLLECTIVES:
-            collectives += _collective(eqn, axis_sizes)
+            collectives += _collective(eqn, axes)
         elif _fuses(eqn):
             kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
         else:
             read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
-            kernels.append((_flops(eqn), sum(map(program.bytes, [*read, *written]))))
+            moved = sum(map(program.bytes, [*read, *written]))
+            kernels.append(Kernel(_number(_flops(eqn)), _number(moved)))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
             # are copied into one.
             copies = {v for v in read if v in slots}
             copies |= {v for v in written if program.kept_as(v, slots)}
             copied += 2 * sum(map(program.bytes, copies))
-    return Counted(kernels, copied, collectives, program.live_bytes(slots, stored))
+    work = Pass(tuple(kernels), _number(copied), tuple(collectives))
+    return Counted(work, program.live_bytes(slots, stored))
 
 
 class _Program:
     """Variables that exist in memory, and what each is made from."""
 
-    def __init__(
-        self,
-        eqns: Sequence[Any],
-        outputs: Iterable[Any],
-        parameters: Collection[Any],
-        parameter_bytes: float | None,
-    ) -> None:
+    def __init__(self, eqns: Eqns, outputs: Iterable[Var], weights: Mapping[Var, int]) -> None:
         self.eqns, self.outputs = eqns, [v for v in outputs if jaxprs.is_var(v)]
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.parameters, self.parameter_bytes = set(parameters), parameter_bytes
-        self.casts: dict[tuple[Any, Any], Any] = {}
+        self.weights, self.casts = weights, dict[tuple[Var, Any], Var]()
         wanted = list(self.outputs)
         for eqn in eqns:
             if not _fuses(eqn):
@@ -305,36 +275,34 @@ class _Program:
             if eqn is not None and _fuses(eqn) and eqn.primitive.name not in _FREE
         }
 
-    def origin(self, v: Any) -> Any:
-        """The variable that another one only renames; for a weight in another dtype, the weight."""
+    def origin(self, v: Var) -> Var:
+        """Finds the variable that this one renames; for a weight in another dtype, the weight."""
         while (eqn := self.maker.get(v)) is not None:
             name = eqn.primitive.name
             if name not in _RENAMES or not jaxprs.is_var(eqn.invars[0]):
                 return v
             source = eqn.invars[0]
-            if name == "convert_element_type" and self.origin(source) not in self.parameters:
+            if name == "convert_element_type" and self.origin(source) not in self.weights:
                 # Equal casts are one.
                 return self.casts.setdefault((self.origin(source), v.aval.dtype), v)
             v = source
         return v
 
-    def kept_as(self, v: Any, slots: Collection[Any]) -> bool:
+    def kept_as(self, v: Var, slots: Collection[Var]) -> bool:
         """Whether a variable is an output that goes to a slot, perhaps by another name."""
         return any(self.origin(out) is v for out in self.outputs if out in slots)
 
-    def bytes(self, v: Any) -> float:
-        size = math.prod(v.aval.shape)
-        if v in self.parameters and self.parameter_bytes is not None:
-            return size * self.parameter_bytes
-        return size * _itemsize(v)
+    def bytes(self, v: Var) -> float:
+        return math.prod(v.aval.shape) * self.weights.get(v, _itemsize(v))
 
-    def fusion(self, v: Any) -> tuple[float, float]:
-        """The kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
-        return 0.0, self.bytes(v) + sum(map(self.bytes, self._in_memory(self.maker[v])))
+    def fusion(self, v: Var) -> Kernel:
+        """Makes the kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
+        moved = self.bytes(v) + sum(map(self.bytes, self._in_memory(self.maker[v])))
+        return Kernel(_number(0.0), _number(moved))
 
-    def _in_memory(self, kernel: Any) -> set[Any]:
+    def _in_memory(self, kernel: Eqn) -> Vars:
         """Variables in memory that an equation is computed from, through what is fused into it."""
-        read, seen, operands = set[Any](), set[int](), _inputs(kernel)
+        read, seen, operands = set[Var](), set[int](), _inputs(kernel)
         while operands:
             v = self.origin(operands.pop())
             eqn = self.maker.get(v)
@@ -345,20 +313,20 @@ class _Program:
                 operands += _inputs(eqn)
         return read
 
-    def live_bytes(self, slots: Collection[Any], stored: Collection[Any]) -> float:
+    def live_bytes(self, slots: Collection[Var], stored: Collection[Var]) -> float:
         """The most bytes at once of what is cut out of slots and what kernels make, in their order.
 
         A value exists until it is last read, or to the end if it is returned, but for those that
         are ``stored`` elsewhere.
         """
-        kernels: list[tuple[list[Any], set[Any]]] = []
+        kernels: list[tuple[list[Var], Vars]] = []
         for eqn in self.eqns:
             if not _fuses(eqn):
                 kernels.append((eqn.outvars, self._in_memory(eqn)))
                 continue
             made = [v for v in eqn.outvars if v in self.materialised]
             kernels += [([v], self._in_memory(eqn)) for v in made]
-        read = set[Any]().union(*(read for _, read in kernels))
+        read = set[Var]().union(*(read for _, read in kernels))
         elsewhere = {self.origin(v) for v in (*stored, *slots)} - read
         sizes = {v: self.bytes(v) for made, _ in kernels for v in made if v not in elsewhere}
         last = {v: n for n, (made, read) in enumerate(kernels) for v in (*made, *read)}
@@ -373,21 +341,21 @@ class _Program:
         return most
 
 
-def _fuses(eqn: Any) -> bool:
+def _fuses(eqn: Eqn) -> bool:
     name = eqn.primitive.name
     return not (name in _HEAVY or name in _COLLECTIVES or jaxprs.multiplies(eqn))
 
 
-def _inputs(eqn: Any) -> list[Any]:
+def _inputs(eqn: Eqn) -> list[Var]:
     return [v for v in eqn.invars if jaxprs.is_var(v)]
 
 
-def _itemsize(v: Any) -> int:
+def _itemsize(v: Var) -> int:
     dtype = v.aval.dtype
     return getattr(dtype, "itemsize", 8)  # a key has none on some versions of jax
 
 
-def _flops(eqn: Any) -> float:
+def _flops(eqn: Eqn) -> float:
     """Multiplications and additions of a matmul, a convolution or an attention."""
     name, out = eqn.primitive.name, math.prod(eqn.outvars[0].aval.shape)
     if name == "dot_general":
@@ -411,11 +379,11 @@ def _flops(eqn: Any) -> float:
     return 0.0
 
 
-def _collective(eqn: Any, sizes: dict[str, int]) -> list[tuple[str, str, float]]:
-    """One entry per axis of more than one device: what a device sends of its operands."""
+def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[Collective]:
+    """Counts what a device sends of its operands; nothing over axes of one device."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = names if isinstance(names, tuple) else (names,)
-    group = math.prod(sizes.get(str(name), 1) for name in names)
+    group = math.prod(axes.get(str(name), 1) for name in names)
     if group == 1:
         return []
     kind = _COLLECTIVES[eqn.primitive.name]
@@ -427,4 +395,4 @@ def _collective(eqn: Any, sizes: dict[str, int]) -> list[tuple[str, str, float]]
         "all-to-all": (group - 1) / group,
         "permute": 1,
     }[kind]
-    return [("+".join(map(str, names)), kind, own * times)]
+    return [Collective("+".join(map(str, names)), kind, _number(own * times))]

@@ -293,6 +293,14 @@ def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[OnHost]:
     return NOTHING, OnHost(state=True), OnHost(state=True, residuals=True)
 
 
+def who_computes_ends(model: ModelSizes, variant: Variant, stages: int) -> tuple[bool, ...]:
+    """Lists what `Plan.ends` may be: one stage has no ends, and only a model whose vocabulary is
+    split lets all stages compute it."""
+    several = stages > 1
+    split = model.variants[variant].outer_split > 0
+    return (False, True) if several and split else (several,)
+
+
 def plans(
     model: ModelSizes,
     cluster: Cluster,
@@ -339,6 +347,7 @@ def _options(
     near = max(1, cluster.per_host // (context * tensor))
     replicated = data > near and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
+    ends = who_computes_ends(model, Variant(context, tensor, remat, expert), stage)
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
             continue
@@ -348,13 +357,13 @@ def _options(
                 continue
             for zero in (0, 1, 2, 3) if data > 1 else (0,):
                 slots = (1, 2) if zero >= 2 and chunks > 1 else (1,)
-                for replica, weight_slots, host in itertools.product(
-                    replicas if zero else (1,), slots, on_host
+                for replica, weight_slots, host, at_ends in itertools.product(
+                    replicas if zero else (1,), slots, on_host, ends
                 ):
                     yield Plan(
-                        stage, data, context, tensor, replica, name, chunks, microbatches,
-                        rows, remat, zero, weight_slots, weights, on_host=host, expert=expert,
-                    )  # fmt: skip
+                        *(stage, data, context, tensor, replica, name, chunks, microbatches),
+                        *(rows, remat, zero, weight_slots, weights, host, expert, at_ends),
+                    )
 
 
 def divisors(number: int) -> list[int]:

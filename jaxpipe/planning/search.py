@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxpipe.planning import cost, plans
-from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.plans import OnHost, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
@@ -24,8 +24,8 @@ FINALISTS = 8
 every mesh, schedule and policy."""
 _MOST_OF_FRONT = 6
 """Other plans of the Pareto front that are, the leanest among them."""
-_NEAR = 0.25
-"""Share by which a plan of the Pareto front may exceed one that was not looked at."""
+_NEAR = 1.25
+"""Factor by which a plan that was predicted may exceed the bounds of one that was not."""
 MARGIN = 1.08
 """Factor of the predicted bytes that must fit, for what the compiler adds."""
 
@@ -40,12 +40,6 @@ REASONS = {
 }
 """Reasons why plans are out, in a word, and the word explained."""
 
-OBJECTIVES: Mapping[str, Callable[[Prediction], float]] = {
-    "time": lambda prediction: prediction.train_seconds,
-    "cost": lambda prediction: prediction.dollars,
-    "memory": lambda prediction: prediction.device_bytes,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
@@ -55,7 +49,7 @@ class Goal:
       tokens: tokens to see, at a batch far below the critical one; None for one step.
       batches: rows of a step that may be chosen.
       critical_tokens: the critical batch; None if every token counts the same in any batch.
-      objective: a name in `OBJECTIVES`.
+      objective: name of the measure to minimise, a field of `jaxpipe.planning.cost.Measures`.
     """
 
     tokens: float | None
@@ -81,6 +75,13 @@ class Goal:
     def steps_of(self, placed: Placed) -> float:
         """Counts optimizer steps with a plan's batch."""
         return self.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
+
+    def value(self, measures: Measures) -> float:
+        """Looks up what the objective minimises."""
+        return float(getattr(measures, self.objective))
+
+
+ONE_STEP = Goal(None, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def search(
     """
     excluded: Counter[str] = Counter()
     placed = [
-        placements(Placed(plan, model, cluster))[0]
+        Placed(plan, model, cluster)
         for cluster in clusters
         for plan in plans.plans(
             model,
@@ -137,30 +138,34 @@ def search(
         if allowed(plan)
     ]
     considered = len(placed) + excluded.total()
-    _refuse_none(placed, clusters, goal)
+    if not placed:
+        devices = clusters[0].count
+        rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
+        refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
     progress(0.05)
-    fitting = [one for one in placed if cost.least_bytes(one) <= _room(one)]
+    fitting = [candidate for candidate in placed if cost.least_bytes(candidate) <= room(candidate)]
     excluded["memory"] += len(placed) - len(fitting)
-    if not fitting:
-        _refuse_memory(placed)
-    screened = _screened(fitting, goal, finalists, excluded, progress)
+    screened = screen(fitting, goal, finalists, excluded, progress)
     if not screened:
-        _refuse_memory(fitting)
-    objective = OBJECTIVES[goal.objective]
-    by_kind = {_kind(one): one for one in sorted(screened, key=objective, reverse=True)}
-    first = sorted(by_kind.values(), key=objective)[:finalists]
+        _refuse_memory(fitting or placed)
+
+    def value(prediction: Prediction) -> float:
+        return goal.value(prediction.measures)
+
+    by_kind = {_kind(one): one for one in sorted(screened, key=value, reverse=True)}
+    first = sorted(by_kind.values(), key=value)[:finalists]
     others = [one for one in front(screened) if one not in first][::-1]
     chosen = [*first, *others[:: max(1, -(-len(others) // _MOST_OF_FRONT))]]
     timed = []
     for number, prediction in enumerate(chosen, start=1):
-        timed.append(as_run(prediction))
+        timed.append(predicted(prediction.placed, goal))
         progress(0.6 + 0.4 * number / len(chosen))
     # Orders that are made for costs may keep more in flight than published ones.
-    fit = [one for one in timed if _fits(one)]
+    fit = [one for one in timed if fits(one)]
     if not fit:
         _refuse_memory(fitting)
-    named = {one.plan for one in timed[: len(first)]}
-    best = sorted((one for one in fit if one.plan in named), key=objective) or fit
+    named = {one.plan for one in first}
+    best = sorted((one for one in fit if one.plan in named), key=value) or fit
     shown = {one.plan for one in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
     excluded["late"] += len(screened) - (len(timed) - len(fit)) - len(shown)
@@ -170,13 +175,11 @@ def search(
 def front(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
     """Selects the plans that no other one beats in time, memory and cost at once, by time."""
     kept: list[Prediction] = []
-    for one in sorted(predictions, key=lambda one: (one.train_seconds, one.device_bytes)):
-        beaten = any(
-            other.device_bytes <= one.device_bytes and other.dollars <= one.dollars
-            for other in kept
-        )
-        if not beaten:
-            kept.append(one)
+    measures: list[Measures] = []
+    for prediction in sorted(predictions, key=lambda prediction: prediction.measures):
+        if not any(better.near(prediction.measures) for better in measures):
+            kept.append(prediction)
+            measures.append(prediction.measures)
     return tuple(kept)
 
 
@@ -187,127 +190,73 @@ def _kind(prediction: Prediction) -> tuple[object, ...]:
     return *mesh, plan.schedule, plan.remat
 
 
-def _screened(
-    fitting: list[Placed],
+def screen(
+    fitting: Sequence[Placed],
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
     progress: Callable[[float], None],
 ) -> list[Prediction]:
-    """Predicts, with published orders, the plans that may be among the best, and lean ones."""
-    objective = OBJECTIVES[goal.objective]
-    bounds = {one: _bound(one, goal) for one in fitting}
-    fitting = sorted(fitting, key=bounds.__getitem__)
+    """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
+
+    Plans are taken up in the order of their bounds. As soon as these are above the finalists, the
+    only plans left are those whose bounds are not near to all three measures of a prediction.
+    """
+    bounds = [(_bounds(placed, goal), placed) for placed in fitting]
     predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
-    worst, closed = math.inf, len(fitting)
-    for number, placed in enumerate(fitting):
-        if bounds[placed] > worst:
-            closed = number
-            break
-        if (better := _better_placed(placed, goal, excluded)) is not None:
-            predictions.append(better)
-            kind = _kind(better)
-            values[kind] = min(objective(better), values.get(kind, math.inf))
-            worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
-        progress(0.05 + 0.5 * number / (number + 500))
-    return predictions + _lean(fitting[closed:], predictions, goal, excluded, progress)
-
-
-def _lean(
-    remaining: Sequence[Placed],
-    predictions: Sequence[Prediction],
-    goal: Goal,
-    excluded: Counter[str],
-    progress: Callable[[float], None],
-) -> list[Prediction]:
-    """Screens the remaining plans for those that may extend the Pareto front of predictions.
-
-    A plan may, if its bounds of time, memory and cost are not near to those of a plan of the front.
-    """
-    bounds = [(_least_seconds(one, goal), cost.least_bytes(one), one) for one in remaining]
-    near = [_measures(one) for one in front(predictions)]
-    lean: list[Prediction] = []
-    promising = sorted(bounds, key=lambda bound: bound[0] * bound[1])
-    for number, (seconds, least, placed) in enumerate(promising):
-        progress(0.55 + 0.05 * number / len(remaining))
-        dollars = seconds * placed.cluster.dollars_per_second
-        most = [(1 + _NEAR) * bound for bound in (seconds, least, dollars)]
-        if any(a <= most[0] and b <= most[1] and c <= most[2] for a, b, c in near):
+    pareto: list[Measures] = []
+    worst = math.inf
+    for number, (least, placed) in enumerate(sorted(bounds, key=lambda one: goal.value(one[0]))):
+        progress(0.05 + 0.55 * number / len(bounds))
+        if goal.value(least) > worst and any(one.near(least, _NEAR) for one in pareto):
             excluded["slower"] += 1
-        elif (better := _better_placed(placed, goal, excluded)) is not None:
-            lean.append(better)
-            near.append(_measures(better))
-    return lean
+            continue
+        prediction = evaluated(placed, goal, excluded)
+        if prediction is not None:
+            predictions.append(prediction)
+            new = prediction.measures
+            if not any(one.near(new) for one in pareto):
+                pareto = [new, *(one for one in pareto if not new.near(one))]
+            kind, value = _kind(prediction), goal.value(new)
+            values[kind] = min(value, values.get(kind, math.inf))
+            worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
+    return predictions
 
 
-def _measures(prediction: Prediction) -> tuple[float, float, float]:
-    return prediction.train_seconds, prediction.device_bytes, prediction.dollars
-
-
-def _bound(placed: Placed, goal: Goal) -> float:
-    """Bounds the objective from below."""
-    if goal.objective == "memory":
-        return cost.least_bytes(placed)
-    seconds = _least_seconds(placed, goal)
-    dollars = goal.objective == "cost"
-    return seconds * placed.cluster.dollars_per_second if dollars else seconds
-
-
-def _least_seconds(placed: Placed, goal: Goal) -> float:
-    """Bounds the seconds of the training from below."""
-    return goal.steps_of(placed) * cost.least_seconds(placed)
-
-
-def placements(placed: Placed) -> list[Placed]:
-    """Lists a plan with its embedding and head split over the stages and at the ends.
-
-    One stage has no ends, and a model without a split vocabulary has nothing to split.
-    """
-    several = placed.plan.stage > 1
-    choices = (False, True) if several and placed.sizes.outer_split > 0 else (several,)
-    return [
-        dataclasses.replace(placed, plan=dataclasses.replace(placed.plan, ends=ends))
-        for ends in choices
-    ]
+def _bounds(placed: Placed, goal: Goal) -> Measures:
+    """Bounds what a plan takes from below."""
+    seconds = goal.steps_of(placed) * cost.least_seconds(placed)
+    dollars = seconds * placed.cluster.dollars_per_second
+    return Measures(seconds, cost.least_bytes(placed), dollars)
 
 
 def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Prediction | None:
     """Predicts a plan with its published order; None, with the reason counted, if it is out."""
-    program, room = cost.program_of(placed, published=True), _room(placed)
+    program = cost.program_of(placed, published=True)
     try:
-        fits = cost.least_bytes(placed, program) <= room
+        least = cost.least_bytes(placed, program)
     except ArgumentError:
         excluded["schedule"] += 1
         return None
-    if not fits or sum((parts := cost.device_bytes(placed, program)).values()) > room:
-        excluded["memory"] += 1
-        return None
-    return Prediction(placed, cost.step_seconds(placed, program), parts, goal.steps_of(placed))
+    if least <= room(placed):
+        parts = cost.device_bytes(placed, program)
+        if sum(parts.values()) <= room(placed):
+            seconds = cost.step_seconds(placed, program)
+            return Prediction(placed, seconds, parts, goal.steps_of(placed))
+    excluded["memory"] += 1
+    return None
 
 
-def _better_placed(placed: Placed, goal: Goal, excluded: Counter[str]) -> Prediction | None:
-    """Predicts a plan with embedding and head where that is better, or counts why it is out."""
-    reasons: Counter[str] = Counter()
-    evaluations = [evaluated(choice, goal, reasons) for choice in placements(placed)]
-    fitting = [one for one in evaluations if one is not None]
-    if not fitting:
-        excluded[next(iter(reasons))] += 1
-    return min(fitting, key=OBJECTIVES[goal.objective], default=None)
+def predicted(placed: Placed, goal: Goal = ONE_STEP) -> Prediction:
+    """Predicts a plan as it would run, its order made for its costs.
 
-
-def as_run(prediction: Prediction) -> Prediction:
-    """Predicts a plan again as it would run, its order made for its costs."""
-    placed = prediction.placed
+    Raises:
+      ArgumentError: its schedule refuses the number of microbatches.
+    """
     program = cost.program_of(placed)
-    seconds = cost.step_seconds(placed, program)
-    return prediction._replace(seconds=seconds, bytes=cost.device_bytes(placed, program))
-
-
-def better_as_run(placed: Placed) -> Prediction:
-    """Predicts a plan as it would run, with embedding and head where that is faster and fits."""
-    timed = [as_run(Prediction(choice, {}, {}, 1.0)) for choice in placements(placed)]
-    return min(timed, key=lambda one: (not _fits(one), one.step_seconds))
+    seconds, parts = cost.step_seconds(placed, program), cost.device_bytes(placed, program)
+    return Prediction(placed, seconds, parts, goal.steps_of(placed))
 
 
 def compiled(
@@ -324,33 +273,32 @@ def compiled(
       ArgumentError: none of them fits the memory.
     """
     known = {one.plan: one._replace(compiled_bytes=measure(one)) for one in result.best[:count]}
-    fit = [one for one in known.values() if _fits(one)]
+    fit = [one for one in known.values() if fits(one)]
     if not fit:
-        _refuse_compiled([*known.values()])
+        least = min(known.values(), key=lambda one: one.device_bytes)
+        rule = (
+            f"is too little for the {len(known)} plans that were compiled: the leanest takes "
+            f"{least.device_bytes:.4g} bytes, where {sum(least.bytes.values()):.4g} were predicted"
+        )
+        note = "A lower --memory leads to leaner plans; --measure compiles more of them."
+        refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])
     shown = [known.get(one.plan, one) for one in result.front]
     excluded = result.excluded + Counter(compiled=len(known) - len(fit))
-    best = sorted(fit, key=OBJECTIVES[goal.objective])
-    kept = front([one for one in shown if _fits(one)])
+    best = sorted(fit, key=lambda one: goal.value(one.measures))
+    kept = front([one for one in shown if fits(one)])
     return dataclasses.replace(result, best=tuple(best), front=kept, excluded=excluded)
 
 
-def _room(placed: Placed) -> float:
+def room(placed: Placed) -> float:
     """Bytes that may be predicted for a plan."""
     return placed.cluster.memory_bytes / MARGIN
 
 
-def _fits(prediction: Prediction) -> bool:
-    is_compiled = prediction.compiled_bytes is not None
-    limit = prediction.placed.cluster.memory_bytes
-    return prediction.device_bytes <= (limit if is_compiled else _room(prediction.placed))
-
-
-def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Goal) -> None:
-    if placed:
-        return
-    devices = clusters[0].count
-    rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
-    refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
+def fits(prediction: Prediction) -> bool:
+    """Whether a plan's memory, as compiled or else as predicted, is within the limit."""
+    compiled = prediction.compiled_bytes
+    placed, parts = prediction.placed, sum(prediction.bytes.values())
+    return parts <= room(placed) if compiled is None else compiled <= placed.cluster.memory_bytes
 
 
 def _refuse_memory(placed: Sequence[Placed]) -> None:
@@ -362,13 +310,3 @@ def _refuse_memory(placed: Sequence[Placed]) -> None:
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])
-
-
-def _refuse_compiled(predictions: Sequence[Prediction]) -> None:
-    least = min(predictions, key=lambda one: one.device_bytes)
-    rule = (
-        f"is too little for the {len(predictions)} plans that were compiled: the leanest takes "
-        f"{least.device_bytes:.4g} bytes, where {sum(least.bytes.values()):.4g} were predicted"
-    )
-    note = "A lower --memory leads to leaner plans; --measure compiles more of them."
-    refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])

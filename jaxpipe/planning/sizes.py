@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,9 +33,6 @@ class Linear(NamedTuple):
 
     def at(self, rows: int) -> float:
         return self.fixed + self.per_row * rows
-
-    def __add__(self, other: Any) -> Linear:
-        return Linear(self.fixed + other.fixed, self.per_row + other.per_row)
 
 
 class Kernel(NamedTuple):
@@ -211,7 +209,7 @@ class ModelSizes:
         try:
             data = json.loads(text)
             variants = {
-                Variant(*(item[name] for name in Variant._fields)): _sizes(item["sizes"])
+                Variant(*(item[name] for name in Variant._fields)): _read(Sizes, item["sizes"])
                 for item in data.pop("variants")
             }
             return cls(**data, variants=variants)
@@ -232,27 +230,11 @@ def _mean(model: ModelSizes, variant: Variant, name: str) -> Linear:
     return Linear(fixed, per_row)
 
 
-def _sizes(data: Any) -> Sizes:
-    layers, kinds, message, parameters, split, head, live = data
-    return Sizes(
-        *(tuple(map(_layer, layers)), tuple(kinds), Linear(*message), parameters, split),
-        *(_pass(head), Linear(*live)),
-    )
-
-
-def _layer(data: Any) -> LayerSizes:
-    f, b, w, parameters, *kept, shapes, expert_shapes = data
-    until_b, until_w, crossing, live = (Linear(*line) for line in kept)
-    return LayerSizes(
-        *(_pass(f), _pass(b), _pass(w), parameters, until_b, until_w, crossing, live),
-        *(tuple(map(tuple, shapes)), tuple(map(tuple, expert_shapes))),
-    )
-
-
-def _pass(data: Any) -> Pass:
-    kernels, values, collectives = data
-    return Pass(
-        tuple(Kernel(Linear(*flops), Linear(*moved)) for flops, moved in kernels),
-        Linear(*values),
-        tuple(Collective(axis, kind, Linear(*sent)) for axis, kind, sent in collectives),
-    )
+def _read(kind: Any, data: Any) -> Any:
+    """Rebuilds a value of a type from JSON, which has lists in place of named tuples."""
+    if hasattr(kind, "_fields"):
+        types = typing.get_type_hints(kind).values()
+        return kind(*(_read(*field) for field in zip(types, data, strict=True)))
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(typing.get_args(kind)[0], item) for item in data)
+    return data
