@@ -190,7 +190,9 @@ def _instead(**given: Any) -> list[Problem]:
     ]
 
 
-def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> comparison.Sizes | None:
+def _sizes(
+    weight_bytes: float | None, activation_bytes: float | None
+) -> comparison.StageBytes | None:
     if weight_bytes is None and activation_bytes is None:
         return None
     given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
@@ -202,7 +204,7 @@ def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> compar
     )
     assert weight_bytes is not None
     assert activation_bytes is not None
-    return comparison.Sizes(weight_bytes, activation_bytes)
+    return comparison.StageBytes(weight_bytes, activation_bytes)
 
 
 def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:

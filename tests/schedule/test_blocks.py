@@ -9,7 +9,7 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import Plan
+from jaxpipe.schedule.generators.block_orders import EagerOrder
 from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
 from jaxpipe.schedule.generators.v_schedules import (
     one_f_one_b_v_block,
@@ -98,7 +98,7 @@ def test_blocks_of_any_number_of_chunks_repeat_into_valid_schedules(placement, f
     validate(schedule)
     assert peak_in_flight(schedule) == block.peaks
     if not fused:
-        squeezed = Plan(block, block.peaks).schedule("squeezed", 9)
+        squeezed = EagerOrder(block, block.peaks).schedule("squeezed", 9)
         assert squeezed is not None
         validate(squeezed)
 

@@ -1,8 +1,8 @@
 """Schedules of building blocks: a block repeated, or also reordered, squeezed and filled.
 
 Repeated every period a block (`jaxpipe.schedule.generators.blocks`) is the steady state of a
-schedule. A `Plan` turns it into a whole one: warm-up and cool-down reordered, gaps squeezed out and
-filled, the peak in flight capped.
+schedule. An `EagerOrder` turns it into a whole one: warm-up and cool-down reordered, gaps squeezed
+out and filled, the peak in flight capped.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
@@ -31,7 +31,7 @@ def repeated(block: Block, num_microbatches: int) -> list[list[int]]:
     return [block.sequence(d, num_microbatches) for d in range(len(block.starts))]
 
 
-class Plan(NamedTuple):
+class EagerOrder(NamedTuple):
     """A way to run every stage's repeated block as early as inputs and memory allow.
 
     In the steady state no stage waits and the block stays as it is; warm-up and cool-down are
@@ -96,7 +96,7 @@ def _passes(d: int, placement: Placement, *, fused: bool) -> list[events.Pass]:
 
 
 class _BlockStage(EagerStage):
-    """One stage of a `Plan`, which keeps room for later chunks before its first backward."""
+    """One stage of an `EagerOrder`, which keeps room for later chunks before its first backward."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Summary:
     stage_bytes: float | None = None
 
 
-class Sizes(NamedTuple):
+class StageBytes(NamedTuple):
     """Bytes of a full stage: one copy of its weights with gradients and optimizer state, and what
     one microbatch keeps."""
 
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     activation_bytes: float
 
 
-def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
+def row(clocks: Timelines, sizes: StageBytes | None = None) -> Summary:
     """Makes a schedule's row from its timelines."""
     free, device, _ = clocks
     schedule = free.schedule
