@@ -18,7 +18,7 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
-from jaxpipe.planning.cost import Prediction, Program
+from jaxpipe.planning.cost import Prediction, Program, table_of
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import ModelSizes
@@ -172,7 +172,9 @@ def counts_of(stages: int, layers: int, microbatches: int) -> list[dict[str, Any
         ("modular, layered", stages, "breadth-first-fused"),
     ):
         chunks = layers // p
-        table = Program(name, p, chunks, microbatches, layers, None, 2, False, False, True).table()
+        table = table_of(
+            Program(name, p, chunks, microbatches, layers, None, 2, sums_in_slots=True)
+        )
         gathers, sums = (
             float((moves.chunk != NONE).sum(axis=0).max()) + len(moves.edge.chunk)
             for moves in (table.gathers, table.reduces)

@@ -14,7 +14,7 @@ from jaxpipe.commands.printing import print_table
 from jaxpipe.files import read_bytes
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import cluster, find
-from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan, who_computes_ends
+from jaxpipe.planning.plans import UNROLLED_LAYERS, Offload, Placed, Plan, who_computes_ends
 from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
@@ -79,9 +79,9 @@ class OnDevices:
             rule = "and $expert must divide $data shards together"
             others = {"expert": self.expert, "data": self.data}
             problems.append(Problem("replica", self.replica, rule, (1,), others))
-        if unknown := [name for name in self.host_names if name not in OnHost._fields]:
+        if unknown := [name for name in self.host_names if name not in Offload._fields]:
             rule = f"has {', '.join(unknown)}, which cannot lie there"
-            places = (*OnHost._fields, ",".join(OnHost._fields))
+            places = (*Offload._fields, ",".join(Offload._fields))
             problems.append(Problem("on_host", self.on_host, rule, places))
         if self.zero not in range(4):
             problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
@@ -131,7 +131,7 @@ def of_schedules(
     shape: dict[str, Any] = {
         "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
         "context": on.context, "tensor": on.tensor,
-        "on_host": OnHost(**dict.fromkeys(on.host_names, True)),
+        "on_host": Offload(**dict.fromkeys(on.host_names, True)),
         "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
         "zero": on.zero if on.data > 1 else 0, "weights": "unrolled" if few else "stacked",
     }  # fmt: skip

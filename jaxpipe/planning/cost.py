@@ -34,19 +34,14 @@ import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import MASTER_BYTES, SCHEDULES, Links, Placed, Plan
-from jaxpipe.planning.sizes import PASSES, ModelSizes, Pass, Sizes, Variant
+from jaxpipe.planning.sizes import ModelSizes, Pass, Variant
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.device_clock import replay, work_of
 from jaxpipe.schedule.lowering.lower import Lowering, lowering
 from jaxpipe.schedule.lowering.table import NONE, TickTable
 from jaxpipe.schedule.lowering.transfers import Moving
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
-
-PARTS_OF_STEP = ("layers", "head", "waits", "transfers", "update")
-"""Layers that run; embedding and head; stages that wait for each other; gathers and reductions that
-nothing hides; the optimizer and what follows it."""
 
 KEPT = ("until_b", "until_w")
 """Buffers of residuals, which F fills for B and for W."""
@@ -127,19 +122,13 @@ class Prediction(NamedTuple):
     def model_flops_share(self) -> float:
         """Share of the devices' data-sheet peak that matmuls take, recomputation not counted."""
         plan, cluster = self.plan, self.placed.cluster
-        least = min(
-            _model_flops(sizes, plan.rows)
+        least = min(  # recomputation only adds
+            sizes.layer_flops(plan.rows) + sizes.head.flops(plan.rows)
             for variant, sizes in self.placed.model.variants.items()
             if variant.mesh == self.placed.variant.mesh
         )
         flops = least * plan.sharing * plan.microbatches * plan.data
         return flops / (self.step_seconds * cluster.device.flops * cluster.count)
-
-
-def _model_flops(sizes: Sizes, rows: int) -> float:
-    """FLOPs of matmuls for a microbatch on the devices of a layer; recomputation only adds."""
-    passes = [one for kind in sizes.kind_of for one in sizes.layers[kind].passes]
-    return sum(one.flops(rows) for one in (*passes, sizes.head))
 
 
 # The tick table.
@@ -171,20 +160,6 @@ class Program:
     sums_in_slots: bool = False
     together: bool = False
     head_layers: float = 0.0
-
-    def table(self) -> TickTable:
-        """Lowers it, as `jaxpipe.Pipeline` does.
-
-        Raises:
-          ArgumentError: the schedule does not fit the shape.
-        """
-        lowered = lowering_of(self)
-        pieces = max(lowered.layer_counts) if self.shares else 0
-        return lowered.table(
-            weight_slots=self.weight_slots,
-            gradient_slots=None if self.sums_in_slots else lowered.schedule.num_chunks,
-            moving=Moving(self.own_slots, pieces, max(1, self.shares)),
-        )
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:
         """Programs and weights whose sum has this one's time and slots; itself, if it is short."""
@@ -233,38 +208,37 @@ def lowering_of(program: Program) -> Lowering:
     Raises:
       ArgumentError: the schedule does not fit the shape.
     """
-    p = program
-    shape = p.schedule, p.stages, p.chunks, p.microbatches
-    return _lowering_of(*shape, p.layers, p.costs, p.together, p.head_layers)
+    return _lowering_of(
+        dataclasses.replace(program, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False)
+    )
 
 
 @lru_cache(maxsize=512)
-def _lowering_of(
-    name: str,
-    stages: int,
-    chunks: int,
-    microbatches: int,
-    layers: int,
-    costs: Costs | None,
-    together: bool,
-    head_layers: float,
-) -> Lowering:
-    order = _order_of(name, stages, chunks, microbatches, costs)
-    counts = partition([1.0] * (layers - 1) + [1.0 + head_layers], order.placement)
-    return lowering(order, counts, together=together)
+def _lowering_of(p: Program) -> Lowering:
+    order = _build(
+        p.schedule, stages=p.stages, microbatches=p.microbatches, chunks=p.chunks, costs=p.costs
+    )
+    counts = partition([1.0] * (p.layers - 1) + [1.0 + p.head_layers], order.placement)
+    return lowering(order, counts, together=p.together)
+
+
+_build = lru_cache(maxsize=512)(catalog.build)
 
 
 @lru_cache(maxsize=512)
 def table_of(program: Program) -> TickTable:
-    """Keeps the tables of programs."""
-    return program.table()
+    """Lowers a program, as `jaxpipe.Pipeline` does.
 
-
-@lru_cache(maxsize=512)
-def _order_of(
-    name: str, stages: int, chunks: int, microbatches: int, costs: Costs | None
-) -> Schedule:
-    return catalog.build(name, stages=stages, microbatches=microbatches, chunks=chunks, costs=costs)
+    Raises:
+      ArgumentError: the schedule does not fit the shape.
+    """
+    lowered = lowering_of(program)
+    pieces = max(lowered.layer_counts) if program.shares else 0
+    return lowered.table(
+        weight_slots=program.weight_slots,
+        gradient_slots=None if program.sums_in_slots else lowered.schedule.num_chunks,
+        moving=Moving(program.own_slots, pieces, max(1, program.shares)),
+    )
 
 
 def relative(costs: Costs) -> Costs:
@@ -283,69 +257,36 @@ def relative(costs: Costs) -> Costs:
 # Bytes.
 
 
-class Slots(NamedTuple):
-    """Slots of the buffers that the tick loop carries on a device.
-
-    Args:
-      until_b, until_w, crossing, x, dy: as in `TickTable.num_slots`.
-      sent: messages that are sent late.
-      gathers, reduces: chunks of gathered weights, and of gradient sums.
-      gathering, reducing: layers that are on their way over data while layers run.
-    """
-
-    until_b: float
-    until_w: float
-    crossing: float
-    x: float
-    dy: float
-    sent: int
-    gathers: int
-    reduces: int
-    gathering: float = 0.0
-    reducing: float = 0.0
+Slots = Mapping[str, float]
+"""Slots of the tick loop's buffers, as in `TickTable.num_slots`; messages "sent" late; chunks of
+"gathers" and "reduces", and layers that are "gathering" and "reducing" while others run."""
 
 
 def device_bytes(placed: Placed, program: Program) -> dict[str, float]:
     """Predicts bytes by part, on the device that holds the most."""
-    slots, table = _slots_of_order(program), table_of(program.shorter()[0][0])
+    table = table_of(program.shorter()[0][0])
+    gathers, reduces = table.gathers, table.reduces
     gathering, reducing = (
-        moves.group / moves.shares if moves.shared.any() else 0.0
-        for moves in (table.gathers, table.reduces)
+        moves.group / moves.shares if moves.shared.any() else 0.0 for moves in (gathers, reduces)
     )
-    return _bytes(
-        placed,
-        slots._replace(
-            gathers=table.gathers.num_slots,
-            reduces=table.reduces.num_slots,
-            gathering=gathering,
-            reducing=reducing,
-        ),
-    )
+    moved = {"gathers": gathers.num_slots, "reduces": reduces.num_slots}
+    moving = {"gathering": gathering, "reducing": reducing}
+    return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
 
 
 def least_bytes(placed: Placed, program: Program | None = None) -> float:
     """Bounds the bytes from below: without a schedule, or with one without a tick table."""
     plan = placed.plan
-    if program is None:
-        share = SCHEDULES[plan.schedule].in_flight
-        in_flight = (
-            plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
-        )
-        kept, crosses = plan.chunks * in_flight, not plan.schedule.endswith("-fused")
-        slots = Slots(kept, kept, int(crosses), x=1, dy=1, sent=0, gathers=0, reduces=0)
-    else:
-        slots = _slots_of_order(program)
     moved = min(plan.weight_slots, plan.chunks)
-    return sum(_bytes(placed, slots._replace(gathers=moved, reduces=moved)).values())
-
-
-def residual_bytes(placed: Placed, program: Program) -> float:
-    """Counts the bytes of residuals, wherever they lie."""
-    return _residual_bytes(placed, _slots_of_order(program))
-
-
-def _residual_bytes(placed: Placed, slots: Slots) -> float:
-    return placed.layers_per_chunk * sum(getattr(slots, name) * placed.mean(name) for name in KEPT)
+    least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0}
+    if program is not None:
+        return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
+    share = SCHEDULES[plan.schedule].in_flight
+    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
+    kept = dict.fromkeys(KEPT, plan.chunks * in_flight)
+    crossing = float(not plan.schedule.endswith("-fused"))
+    slots = {**kept, "crossing": crossing, "x": 1, "dy": 1, "sent": 0}
+    return sum(_bytes(placed, {**slots, **least}).values())
 
 
 @lru_cache(maxsize=4096)
@@ -356,9 +297,13 @@ def _slots_of_order(program: Program) -> Slots:
     def slots(name: str) -> float:
         return grown(program, lambda short: lowering_of(short).num_slots[name])
 
-    x, dy = slots("x"), slots("dy")
-    kept = slots("until_b"), slots("until_w"), slots("crossing")
-    return Slots(*kept, x, dy, sent=len(late), gathers=0, reduces=0)
+    names = (*KEPT, "crossing", "x", "dy")
+    return {name: slots(name) for name in names} | {"sent": len(late)}
+
+
+def _residual_bytes(placed: Placed, slots: Slots) -> float:
+    """Counts the bytes of residuals, wherever they lie."""
+    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
 
 
 def _bytes(placed: Placed, slots: Slots) -> dict[str, float]:
@@ -372,18 +317,18 @@ def _bytes(placed: Placed, slots: Slots) -> dict[str, float]:
     kept = placed.updated_parameters if plan.zero == 3 else stage + placed.outer_kept
     copies = stage if model.compute_bytes != model.parameter_bytes else 0.0
     if plan.zero == 3:
-        copies = slots.gathers * chunk
+        copies = slots["gathers"] * chunk
     gathered_outer = outer if plan.zero == 3 or plan.ends else 0.0
-    sums = slots.reduces * chunk if plan.zero >= 2 else stage
+    sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
     reduced = placed.stage_part if plan.zero else 0.0
-    inboxes = (slots.x + slots.dy + slots.sent) * placed.sizes.message.at(plan.rows)
+    inboxes = (slots["x"] + slots["dy"] + slots["sent"]) * placed.sizes.message.at(plan.rows)
     parts = {
         "parameters": model.parameter_bytes * kept,
         "copies": copies * model.compute_bytes + gathered_outer * model.parameter_bytes,
         "optimizer": placed.optimizer_bytes,
         "gradients": MASTER_BYTES * (sums + outer + reduced),
         "residuals": 0.0 if plan.on_host.residuals else _residual_bytes(placed, slots),
-        "crossing": layers * slots.crossing * placed.mean("crossing"),
+        "crossing": layers * slots["crossing"] * placed.mean("crossing"),
         "inboxes": inboxes,
         "moving": _moving_bytes(placed, slots),
         "working": _live_bytes(placed),
@@ -399,11 +344,11 @@ def _bytes(placed: Placed, slots: Slots) -> dict[str, float]:
 def _moving_bytes(placed: Placed, slots: Slots) -> float:
     """Counts the bytes of layers on their way over data: whole, and as this device's part."""
     plan, both = placed.plan, placed.layer_parameters + placed.layer_part
-    gathering = slots.gathering * both * placed.model.compute_bytes if plan.zero == 3 else 0.0
+    gathering = slots["gathering"] * both * placed.model.compute_bytes if plan.zero == 3 else 0.0
     reducing = 0.0
     if plan.data * plan.context > 1:
         elements = both if plan.zero else placed.layer_parameters
-        reducing = slots.reducing * elements * MASTER_BYTES
+        reducing = slots["reducing"] * elements * MASTER_BYTES
     return gathering + reducing
 
 
@@ -425,18 +370,19 @@ def _outer_share(placed: Placed) -> float:
 # Seconds.
 
 
-class Transfer(NamedTuple):
+class LayerTransfer(NamedTuple):
     """Seconds in which a layer's weights are gathered over data, and its gradient is reduced."""
 
     gather: float
     reduce: float
 
 
-_NOTHING = Transfer(0.0, 0.0)
+_NOTHING = LayerTransfer(0.0, 0.0)
 
 
 def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
-    """Predicts the seconds of a step by part (`PARTS_OF_STEP`)."""
+    """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
+    for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
     plan, layer = placed.plan, layer_costs(placed)
     layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
     at_end = plan.stage * _head(placed) if plan.ends else 0.0
@@ -444,9 +390,9 @@ def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
     waits = makespan - layers - (head if plan.ends else 0.0)
     transfers = _exposed(program, layer, transfer(placed)) + _outer_transfer(placed)
     if plan.on_host.residuals:  # their slots are made there
-        transfers += residual_bytes(placed, program) / placed.cluster.bus
-    values = layers, head, max(0.0, waits), transfers, _update(placed)
-    return dict(zip(PARTS_OF_STEP, values, strict=True))
+        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
+    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
+    return parts | {"update": _update(placed)}
 
 
 def least_seconds(placed: Placed) -> float:
@@ -457,7 +403,8 @@ def least_seconds(placed: Placed) -> float:
     back = layer.b + layer.w if plan.schedule.endswith("-fused") else 0.0
     chunk = placed.model.num_layers / plan.num_chunks
     fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
-    head = plan.microbatches * _whole_head(*_case(placed)) / plan.stage
+    *_, whole_head = _passes(placed)
+    head = plan.microbatches * whole_head / plan.stage
     outside = _outer_transfer(placed) + _update(placed)
     return _layer_seconds(placed, layer) + fill + head + outside
 
@@ -469,43 +416,40 @@ def _layer_seconds(placed: Placed, layer: Costs) -> float:
     return layers * (layer.f + layer.b + layer.w)
 
 
-_Case = tuple[ModelSizes, Variant, int, Cluster, Links]
+def _passes(placed: Placed) -> tuple[float, ...]:
+    """Times F, B and W of a layer, the mean if they differ, without what the layout of weights
+    adds, and embedding and head of a microbatch on one stage."""
+    return _passes_of(
+        *(placed.model, placed.variant, placed.plan.rows, placed.cluster, placed.sharing_links)
+    )
 
 
-def _case(placed: Placed) -> _Case:
-    """Collects what the seconds of a pass depend on."""
-    plan = placed.plan
-    return placed.model, placed.variant, plan.rows, placed.cluster, placed.sharing_links
+@lru_cache(maxsize=1024)
+def _passes_of(
+    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
+) -> tuple[float, ...]:
+    def timed(layer_pass: Pass) -> float:
+        """Times kernels at the roofline, copies, and collectives, one after another."""
+        seconds = layer_pass.values.at(rows) / cluster.bandwidth
+        for kernel in layer_pass.kernels:
+            at_peak = kernel.flops.at(rows) / cluster.flops
+            seconds += LAUNCH_SECONDS + max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
+        for collective in layer_pass.collectives:
+            sent = max(collective.sent.at(rows), 0.0)
+            seconds += cluster.device.latency + sent / links.along(collective.axis)
+        return seconds
 
-
-def pass_seconds(
-    layer_pass: Pass, rows: int, cluster: Cluster, links: Links, *, factor: float = 1.0
-) -> float:
-    """Times one pass of a layer for a microbatch: kernels at the roofline, copies, and collectives.
-
-    Args:
-      layer_pass: the pass to time.
-      rows: rows of the microbatch.
-      cluster: what devices attain.
-      links: between devices that share the layer.
-      factor: multiple of what is no collective, as `jaxpipe.planning.devices.Passes` has it.
-    """
-    kernels = layer_pass.kernels
-    seconds = LAUNCH_SECONDS * len(kernels) + layer_pass.values.at(rows) / cluster.bandwidth
-    for kernel in kernels:
-        at_peak = kernel.flops.at(rows) / cluster.flops
-        seconds += max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
-    seconds *= factor
-    for collective in layer_pass.collectives:
-        sent = max(collective.sent.at(rows), 0.0)
-        seconds += cluster.device.latency + sent / links.along(collective.axis)
-    return seconds
+    sizes = model.variants[variant]
+    by_kind = [[timed(layer_pass) for layer_pass in layer.passes] for layer in sizes.layers]
+    of_layers = [by_kind[kind] for kind in sizes.kind_of]
+    means = (sum(values) / len(of_layers) for values in zip(*of_layers, strict=True))
+    return *means, timed(sizes.head)
 
 
 def layer_costs(placed: Placed) -> Costs:
     """Times F, B and W of a layer, the mean if they differ, and a message."""
     plan, cluster = placed.plan, placed.cluster
-    f, b, w = _mean_passes(*_case(placed))
+    f, b, w, _ = _passes(placed)
     copies, sums = _of_weights(placed)
     f, b, w = f + copies, b + copies, w + sums
     if plan.on_host.residuals:
@@ -516,23 +460,6 @@ def layer_costs(placed: Placed) -> Costs:
     if plan.stage > 1:
         sent = cluster.device.latency + placed.sizes.message.at(plan.rows) / placed.stage_link
     return Costs(f, b, w, sent)
-
-
-@lru_cache(maxsize=1024)
-def _mean_passes(
-    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
-) -> tuple[float, ...]:
-    """Times F, B and W of a layer without what the layout of weights adds."""
-    sizes, factors = model.variants[variant], cluster.device.passes
-    by_kind = [
-        [
-            pass_seconds(layer_pass, rows, cluster, links, factor=getattr(factors, name))
-            for name, layer_pass in zip(PASSES, layer.passes, strict=True)
-        ]
-        for layer in sizes.layers
-    ]
-    of_layers = [by_kind[kind] for kind in sizes.kind_of]
-    return tuple(sum(seconds) / len(of_layers) for seconds in zip(*of_layers, strict=True))
 
 
 def _of_weights(placed: Placed) -> tuple[float, float]:
@@ -547,7 +474,7 @@ def _of_weights(placed: Placed) -> tuple[float, float]:
     return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
 
 
-def transfer(placed: Placed) -> Transfer:
+def transfer(placed: Placed) -> LayerTransfer:
     """Times gathering a layer's weights over data, and reducing its gradient."""
     plan, size, part = placed.plan, placed.layer_parameters, placed.layer_part
     latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
@@ -556,7 +483,7 @@ def transfer(placed: Placed) -> Transfer:
         gather = latency + (size - part) * placed.model.compute_bytes / placed.data_link
     times = 1 if plan.zero else 2  # a sum scatters and gathers
     reduce = times * (latency + MASTER_BYTES * (size - part) / placed.data_link)
-    return Transfer(gather, reduce + _among_copies(placed, size, part))
+    return LayerTransfer(gather, reduce + _among_copies(placed, size, part))
 
 
 def _among_copies(placed: Placed, size: float, part: float) -> float:
@@ -573,7 +500,7 @@ def chunk_costs(placed: Placed) -> Costs:
     return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
 
 
-def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
+def _exposed(program: Program, layer: Costs, moved: LayerTransfer) -> float:
     """Seconds of the transfers over data that nothing hides.
 
     Where they lie under layers they take as long in a longer step, which only has more layers to
@@ -592,7 +519,7 @@ def _exposed(program: Program, layer: Costs, moved: Transfer) -> float:
 
 
 def replayed(
-    program: Program, layer: Costs, moved: Transfer = _NOTHING, *, head: float = 0.0
+    program: Program, layer: Costs, moved: LayerTransfer = _NOTHING, *, head: float = 0.0
 ) -> float:
     """Times the table on the device clock, with transfers in its ticks and at its edges.
 
@@ -624,20 +551,13 @@ def _head(placed: Placed) -> float:
     """Times embedding and head of one microbatch: a stage's part, and sums over stages if all
     compute them together."""
     plan, sizes = placed.plan, placed.sizes
-    whole = _whole_head(*_case(placed))
+    *_, whole = _passes(placed)
     if plan.stage == 1 or plan.ends:
         return whole / plan.stage
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)
     over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.message.at(plan.rows)
     sums = _X_SUMS * over_stages / placed.stage_link
     return (whole - launches) * _outer_share(placed) + launches + sums
-
-
-@lru_cache(maxsize=1024)
-def _whole_head(
-    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
-) -> float:
-    return pass_seconds(model.variants[variant].head, rows, cluster, links)
 
 
 def _outer_transfer(placed: Placed) -> float:
@@ -656,8 +576,9 @@ def _update(placed: Placed) -> float:
     """Times reads and writes of the optimizer, casts, and ZeRO-1's and 2's gather of parameters."""
     plan, model, cluster = placed.plan, placed.model, placed.cluster
     updated = placed.updated_parameters
-    moved = update_bytes(updated, model.parameter_bytes, model.moments)
-    seconds = moved / cluster.bandwidth * cluster.device.passes.update
+    # Parameters and moments there and back, and gradients.
+    moved = updated * (2 * model.parameter_bytes + MASTER_BYTES * (2 * model.moments + 1))
+    seconds = moved / cluster.bandwidth
     if plan.on_host.state:  # there and back, while nothing runs
         seconds += 2 * placed.optimizer_bytes / cluster.bus
     if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
@@ -667,8 +588,3 @@ def _update(placed: Placed) -> float:
         whole = placed.stage_parameters + placed.outer_kept
         seconds += model.parameter_bytes * (whole - updated) / placed.data_link
     return seconds
-
-
-def update_bytes(parameters: float, parameter_bytes: int, moments: float) -> float:
-    """Counts what an optimizer moves: parameters and moments there and back, and gradients."""
-    return parameters * (2 * parameter_bytes + MASTER_BYTES * (2 * moments + 1))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,7 +43,6 @@ _ROWS = 2, 4, 8, 16, 32
 """Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
 
 _RENAMES = {"reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"}
-_FUSED_MOVES = {"transpose", "slice", "concatenate", "pad", "rev", "split", "dynamic_slice"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_precision_sum"}
 _FREE = {"optimization_barrier", "iota", "broadcast_in_dim", "axis_index", "create_token"}
 _HEAVY = {
@@ -52,16 +51,14 @@ _HEAVY = {
     *("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", "while", "scan"),
     *("cond", "custom_call", "pure_callback", "reduce_window_sum", "select_and_scatter_add"),
 }
-_COLLECTIVES = {
-    "psum": "sum",
-    "psum_invariant": "sum",
-    "pmax": "sum",
-    "all_gather": "gather",
-    "reduce_scatter": "scatter",
-    "psum_scatter": "scatter",
-    "all_to_all": "all-to-all",
-    "ppermute": "permute",
+_COLLECTIVES: Mapping[str, Callable[[int], float]] = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax"), lambda group: 2 * (group - 1) / group),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter"), lambda group: (group - 1) / group),
+    "all_gather": lambda group: group - 1,
+    "all_to_all": lambda group: (group - 1) / group,
+    "ppermute": lambda group: 1,
 }
+"""How many times its operands a device sends within a group, by primitive."""
 _ATTENTION_MATMULS = {
     "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd_wrapper": 5,
@@ -176,29 +173,23 @@ def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[C
     """Counts F, B and W of a layer, and both backwards as one."""
     forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
     kept = [*split.kept_until_b, *split.kept_until_w]
-    weights = forward.invars[: split.traced.params.num_leaves]
+    weights = dict.fromkeys(forward.invars[: split.traced.params.num_leaves], compute_bytes)
     returned, source = [*split.traced.outputs, *kept], split.traced.source
     crosses = set(split.crosses)
     # What the backward reads of the forward: residuals from slots, or weights.
     from_slots = {v for v in source if source[v] in kept}
-    of_weights = {v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept}
+    read = [v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept]
+    of_weights = dict.fromkeys(read, compute_bytes)
     dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
     dparams = [v for v in dparams if jaxprs.is_var(v)]
-    programs: list[tuple[Eqns, Eqns, Vars, Collection[Var]]] = [
+    programs: list[tuple[Eqns, Sequence[Var], Vars, Mapping[Var, int]]] = [
         (jaxprs.needed(forward.eqns, returned), returned, set(kept), weights),
         (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
         ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
         ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
     ]
     return [
-        count(
-            eqns,
-            outputs,
-            axes,
-            slots=slots,
-            stored=dparams,
-            weights=dict.fromkeys(own, compute_bytes),
-        )
+        count(eqns, outputs, axes, slots=slots, stored=dparams, weights=own)
         for eqns, outputs, slots, own in programs
     ]
 
@@ -386,13 +377,6 @@ def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[Collective]:
     group = math.prod(axes.get(str(name), 1) for name in names)
     if group == 1:
         return []
-    kind = _COLLECTIVES[eqn.primitive.name]
     own = sum(math.prod(v.aval.shape) * _itemsize(v) for v in _inputs(eqn))
-    times = {
-        "sum": 2 * (group - 1) / group,
-        "gather": group - 1,
-        "scatter": (group - 1) / group,
-        "all-to-all": (group - 1) / group,
-        "permute": 1,
-    }[kind]
-    return [Collective("+".join(map(str, names)), kind, _number(own * times))]
+    kind = eqn.primitive.name
+    return [Collective("+".join(map(str, names)), kind, _number(_COLLECTIVES[kind](group) * own))]

@@ -22,15 +22,14 @@ assumptions, per device and hour, of the order of what large providers list on d
 ask half (aimultiple.com/gpu-index, May 2026: a median of $2.95 for an H100). They decide only the
 column of costs.
 
-`jaxpipe.planning.measuring` times programs on devices; what they attain of the peaks, and how much
-longer layers take than kernels that attain as much, make a `Device` in place of a data sheet's.
+`jaxpipe.planning.measuring` times simple programs on devices; what these attain of the peaks makes
+a `Device` in place of a data sheet's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,17 +49,6 @@ class Efficiency:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
-    """Seconds of a layer's F, B and W and of its optimizer, as multiples of what kernels take that
-    attain those shares: as measured, or 1."""
-
-    f: float = 1.0
-    b: float = 1.0
-    w: float = 1.0
-    update: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
 class Device:
     """One kind of device.
 
@@ -74,7 +62,6 @@ class Device:
       dollars_per_hour: price of one device; an assumption.
       source: where the peaks stand.
       efficiency: shares of the peaks.
-      passes: what layers take beyond that.
       latency: seconds of a message or a collective, however small.
     """
 
@@ -87,7 +74,6 @@ class Device:
     dollars_per_hour: float
     source: str
     efficiency: Efficiency = Efficiency()
-    passes: Passes = Passes()
     latency: float = 0.0
 
 
@@ -235,8 +221,6 @@ def _links(text: str) -> Sequence[tuple[str, float]] | None:
 
 # Measured devices.
 
-MEASURED_PASSES = tuple(field.name for field in dataclasses.fields(Passes))
-
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
@@ -262,40 +246,6 @@ class Peaks:
         return min(self.message, self.collective)
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """A program of the model that was timed.
-
-    Args:
-      name: one of `MEASURED_PASSES`.
-      remat: policy of rematerialization.
-      rows: of the microbatch; 0 for an update.
-      count: layers that are like it.
-      seconds: measured.
-      expected: seconds of its kernels at the measured peaks.
-    """
-
-    name: str
-    remat: str
-    rows: int
-    count: int
-    seconds: float
-    expected: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """A device as it was measured, and what that comes from."""
-
-    device: Device
-    peaks: Peaks
-    timed: tuple[Timed, ...]
-
-    def to_json(self) -> str:
-        """The text of a file for ``--device``."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-
 def known(kind: str) -> Device | None:
     """Finds the device of the table that jax means, by its ``device_kind``.
 
@@ -307,21 +257,18 @@ def known(kind: str) -> Device | None:
     return next(matches, None)
 
 
-def calibrate(
-    kind: str, peaks: Peaks, timed: Sequence[Timed], *, memory_bytes: float | None, source: str
-) -> Calibration:
-    """Makes the device that takes what was measured for everything timed of a pass together.
+def measured(kind: str, peaks: Peaks, *, memory_bytes: float | None, source: str) -> Device:
+    """Makes the device that attains what was measured.
 
     Args:
       kind: jax's name of the devices.
       peaks: attained by simple programs.
-      timed: programs of the model, at least one of each pass.
-      memory_bytes: of a device; None where jax does not know it.
-      source: what was measured, in words.
+      memory_bytes: memory of a device; None where jax does not know it.
+      source: where this was measured, in words.
     """
     named = known(kind)
     device = DEVICES["cpu"] if named is None else named
-    if named is None or named.name == "cpu":
+    if device.name == "cpu":
         # No data sheet: what is attained is the peak.
         device = dataclasses.replace(
             device,
@@ -336,23 +283,7 @@ def calibrate(
         peaks.bandwidth / device.bandwidth,
         peaks.link / device.within_host,
     )
-    factors = {
-        name: _factor([program for program in timed if program.name == name])
-        for name in MEASURED_PASSES
-    }
-    device = dataclasses.replace(
-        device,
-        efficiency=attained,
-        passes=Passes(**factors),
-        latency=peaks.latency,
-        source=source,
-    )
-    return Calibration(device, peaks, tuple(timed))
-
-
-def _factor(timed: Sequence[Timed]) -> float:
-    measured = sum(program.count * program.seconds for program in timed)
-    return measured / sum(program.count * program.expected for program in timed)
+    return dataclasses.replace(device, efficiency=attained, latency=peaks.latency, source=source)
 
 
 def find(device: str) -> str | Device:
@@ -371,16 +302,18 @@ def find(device: str) -> str | Device:
         return _device(read_json(Path(device))["device"])
     except (KeyError, TypeError, ValueError) as error:
         rule = f"holds no measured device ({type(error).__name__}: {error})"
-        note = "jaxpipe measure --config FILE --out FILE writes them."
+        note = "jaxpipe measure --out FILE writes them."
         refuse([Problem("device", device, rule, tuple(DEVICES), note=note)])
         raise AssertionError from error  # refused
 
 
 def _device(data: dict[str, Any]) -> Device:
-    efficiency, passes = Efficiency(**data["efficiency"]), Passes(**data["passes"])
-    device = Device(**data | {"efficiency": efficiency, "passes": passes})
-    numbers = [value for value in dataclasses.asdict(device).values() if isinstance(value, float)]
-    numbers += [*dataclasses.astuple(efficiency), *dataclasses.astuple(passes)]
-    if not all(value >= 0 for value in numbers) or min(device.flops, device.bandwidth) <= 0:
+    names = [field.name for field in dataclasses.fields(Device)]
+    efficiency = Efficiency(**data["efficiency"])
+    device = Device(**{name: data[name] for name in names} | {"efficiency": efficiency})
+    numbers = [*dataclasses.asdict(device).values(), *dataclasses.astuple(efficiency)]
+    if any(number < 0 for number in numbers if isinstance(number, (int, float))):
         raise ValueError("a number is below 0")
+    if min(device.flops, device.bandwidth) <= 0:
+        raise ValueError("a rate is 0")
     return device

@@ -54,7 +54,7 @@ _WITHOUT_STAGES = ("1f1b-fused", "breadth-first-fused")
 """Schedules of one stage: accumulation with microbatches outside, or with layers outside."""
 
 
-class OnHost(NamedTuple):
+class Offload(NamedTuple):
     """What lies in the memory of the host: the optimizer's state between steps; residuals of F."""
 
     state: bool = False
@@ -64,7 +64,7 @@ class OnHost(NamedTuple):
         return " and ".join(name for name in self._fields if getattr(self, name)) or "nothing"
 
 
-NOTHING = OnHost()
+NOTHING = Offload()
 _DIGITS = 2
 """Decimals of the number of layers that take as long as a head."""
 
@@ -102,7 +102,7 @@ class Plan:
     zero: int
     weight_slots: int
     weights: str
-    on_host: OnHost = NOTHING
+    on_host: Offload = NOTHING
     expert: int = 1
     ends: bool = False
 
@@ -150,7 +150,7 @@ class Placed:
     model: ModelSizes
     cluster: Cluster
 
-    @property
+    @cached_property
     def variant(self) -> Variant:
         """What decides the sizes of the model's layers."""
         return Variant(self.plan.context, self.plan.tensor, self.plan.remat, self.plan.expert)
@@ -170,9 +170,8 @@ class Placed:
         if not self.plan.ends:
             return 0.0
         rows, sizes = self.plan.rows, self.sizes
-        layers = (sizes.layers[kind] for kind in sizes.kind_of)
-        flops = sum(layer_pass.flops(rows) for layer in layers for layer_pass in layer.passes)
-        return round(sizes.head.flops(rows) * self.model.num_layers / flops, _DIGITS)
+        of_head = sizes.head.flops(rows) * self.model.num_layers
+        return round(of_head / sizes.layer_flops(rows), _DIGITS)
 
     @cached_property
     def layer_parameters(self) -> float:
@@ -286,11 +285,11 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
 # The plans that there are.
 
 
-def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[OnHost]:
+def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
     """Lists what may lie on the host: first the state, which moves once per step."""
     if not (model.may_offload and cluster.has_host_memory):
         return [NOTHING]
-    return NOTHING, OnHost(state=True), OnHost(state=True, residuals=True)
+    return NOTHING, Offload(state=True), Offload(state=True, residuals=True)
 
 
 def who_computes_ends(model: ModelSizes, variant: Variant, stages: int) -> tuple[bool, ...]:
@@ -307,7 +306,7 @@ def plans(
     batches: Sequence[int],
     excluded: Counter[str],
     *,
-    on_host: Sequence[OnHost] = (NOTHING,),
+    on_host: Sequence[Offload] = (NOTHING,),
 ) -> Iterator[Plan]:
     """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
     meshes = sorted({variant.mesh for variant in model.variants})
@@ -315,11 +314,12 @@ def plans(
     for context, tensor, expert in meshes:
         if cluster.count % (context * tensor) or tensor > cluster.per_host:
             continue
-        for stage in divisors(cluster.count // (context * tensor)):
+        per_layer = cluster.count // (context * tensor)
+        for stage in (n for n in range(1, per_layer + 1) if per_layer % n == 0):
             if stage > min(model.num_layers, MOST_STAGES):
                 excluded["layers"] += 1
                 continue
-            data = cluster.count // (context * tensor) // stage
+            data = per_layer // stage
             if data % expert:
                 continue
             powers = [2**n for n in range(MOST_ROWS.bit_length())]
@@ -337,7 +337,7 @@ def _options(
     cluster: Cluster,
     shape: tuple[int, ...],
     remat: str,
-    on_host: Sequence[OnHost],
+    on_host: Sequence[Offload],
     excluded: Counter[str],
 ) -> Iterator[Plan]:
     """Yields schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
@@ -364,14 +364,3 @@ def _options(
                         *(stage, data, context, tensor, replica, name, chunks, microbatches),
                         *(rows, remat, zero, weight_slots, weights, host, expert, at_ends),
                     )
-
-
-def divisors(number: int) -> list[int]:
-    """Lists the divisors of a number, in order.
-
-    Example:
-      >>> divisors(12)
-      [1, 2, 3, 4, 6, 12]
-    """
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from jaxpipe.planning import cost, plans
 from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import OnHost, Placed, Plan
+from jaxpipe.planning.plans import Offload, Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -107,7 +107,7 @@ def search(
     goal: Goal,
     *,
     finalists: int = FINALISTS,
-    on_host: OnHost | None = None,
+    on_host: Offload | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:

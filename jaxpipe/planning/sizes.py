@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from jaxpipe.schedule.problems import Problem, refuse
 
-PASSES = ("f", "b", "w")
-
 
 class Linear(NamedTuple):
     """A number that grows with the rows of a microbatch.
@@ -43,7 +41,8 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective over a model axis within a layer, and the bytes that a device sends."""
+    """A collective over a model axis within a layer: jax's primitive, and the bytes that a device
+    sends."""
 
     axis: str
     kind: str
@@ -141,6 +140,14 @@ class Sizes(NamedTuple):
     outer_split: int
     head: Pass
     head_live: Linear
+
+    def layer_flops(self, rows: int) -> float:
+        """FLOPs of the matmuls of all layers, for one microbatch."""
+        return sum(
+            self.kind_of.count(kind) * layer_pass.flops(rows)
+            for kind, layer in enumerate(self.layers)
+            for layer_pass in layer.passes
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ import yaml
 import jaxpipe
 from jaxpipe.planning import cost, counting, devices, plans
 from jaxpipe.planning.plans import Placed, Plan
-from jaxpipe.planning.sizes import PASSES, ModelSizes, Variant
+from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import Costs
@@ -87,7 +87,7 @@ def test_tokens_are_exchanged_there_and_back():
         layer = model().variants[Variant(1, 1, "none", expert)].layers[0]
         for name in ("f", "b"):
             exchanges = [
-                one for one in getattr(layer, name).collectives if one.kind == "all-to-all"
+                one for one in getattr(layer, name).collectives if one.kind == "all_to_all"
             ]
             assert {one.axis for one in exchanges} == {"expert"}
             sent = sum(one.sent.at(rows) for one in exchanges)
@@ -101,7 +101,7 @@ def test_nothing_hides_what_experts_exchange():
     )
     layer = model().variants[within.variant].layers[0]
     slower = 1 / across.cluster.across - 1 / within.cluster.within
-    for name in PASSES:
+    for name in "fbw":
         sent = sum(one.sent.at(PLAN.rows) for one in getattr(layer, name).collectives)
         gained = getattr(cost.layer_costs(across), name) - getattr(cost.layer_costs(within), name)
         assert gained == pytest.approx(sent * slower)
@@ -121,7 +121,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)
     pipe = pipeline(
-        schedule=program.table().schedule, stage=2, data=4, expert=expert, zero=zero,
+        schedule=cost.table_of(program).schedule, stage=2, data=4, expert=expert, zero=zero,
         weight_slots=slots, compute_dtype="bfloat16",
     )  # fmt: skip
     carried = buffers(pipe, batch(PLAN.batch_rows))

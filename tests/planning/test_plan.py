@@ -14,7 +14,7 @@ from jaxpipe import cli
 from jaxpipe.commands import plan as plan_command
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import configurations, cost, devices, plans, search
-from jaxpipe.planning.plans import OnHost, Placed, Plan
+from jaxpipe.planning.plans import Offload, Placed, Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from train import checks, configured, plan
@@ -183,7 +183,7 @@ def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        (["--on-host", "state,residuals"], {"on_host": OnHost(state=True, residuals=True)}),
+        (["--on-host", "state,residuals"], {"on_host": Offload(state=True, residuals=True)}),
         (["--replica", "2"], {"replica": 2}),
         (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
     ],

@@ -105,7 +105,7 @@ def test_flops_are_those_of_the_matmuls():
 
 def test_devices_that_share_a_layer_share_its_work():
     one, two = counted(SMALL).layers[0], counted(SMALL, tensor=2).layers[0]
-    for name in sizes.PASSES:
+    for name in "fbw":
         assert getattr(two, name).flops(4) == getattr(one, name).flops(4) / 2
     assert {c.axis for c in two.f.collectives} == {"tensor"}
     # The sequence is gathered before attention and the MLP, and scattered after them.
@@ -137,8 +137,8 @@ def test_bytes_are_those_of_the_tick_loops_buffers(
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)
     pipe = pipeline(
-        SMALL, data=2, schedule=program.table().schedule, remat=remat, zero=zero, weights=weights,
-        weight_slots=slots, compute_dtype="bfloat16",
+        SMALL, data=2, schedule=cost.table_of(program).schedule, remat=remat, zero=zero,
+        weights=weights, weight_slots=slots, compute_dtype="bfloat16",
     )  # fmt: skip
     carried = buffers(pipe, batch(SMALL, plan.batch_rows))
     kept = {name: tree_bytes(tree) for name, tree in carried.items()}
@@ -165,10 +165,10 @@ def test_long_steps_lie_on_the_line_of_shorter_ones(schedule):
     assert len(program.shorter()) == 2
     layer = cost.layer_costs(one)
     costs = dataclasses.replace(layer, **{n: 8 // 4 // chunks * getattr(layer, n) for n in "fbw"})
-    schedule = program.table().schedule
+    schedule = cost.table_of(program).schedule
     whole = device_clock(schedule, costs, together=program.together).makespan
     assert grown(program, lambda short: cost.replayed(short, layer)) == pytest.approx(whole)
-    slots = program.table().num_slots
+    slots = cost.table_of(program).num_slots
     residuals = cost.device_bytes(one, program)["residuals"]
     held = slots["until_b"] * one.mean("until_b") + slots["until_w"] * one.mean("until_w")
     assert residuals == pytest.approx(one.layers_per_chunk * held)
