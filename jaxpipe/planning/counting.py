@@ -366,7 +366,7 @@ def _flops(eqn: Eqn) -> float:
         inner = eqn.params["jaxpr"].jaxpr.eqns
         return eqn.params["length"] * sum(map(_flops, inner))
     if name == "cond":
-        return max(sum(map(_flops, one.jaxpr.eqns)) for one in eqn.params["branches"])
+        return max(sum(map(_flops, branch.jaxpr.eqns)) for branch in eqn.params["branches"])
     return 0.0
 
 

@@ -152,24 +152,31 @@ def search(
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
-    by_kind = {_kind(one): one for one in sorted(screened, key=value, reverse=True)}
-    first = sorted(by_kind.values(), key=value)[:finalists]
-    others = [one for one in front(screened) if one not in first][::-1]
-    chosen = [*first, *others[:: max(1, -(-len(others) // _MOST_OF_FRONT))]]
+    first, others = _finalists(screened, value, finalists)
     timed = []
-    for number, prediction in enumerate(chosen, start=1):
+    for number, prediction in enumerate([*first, *others], start=1):
         timed.append(predicted(prediction.placed, goal))
-        progress(0.6 + 0.4 * number / len(chosen))
+        progress(0.6 + 0.4 * number / (len(first) + len(others)))
     # Orders that are made for costs may keep more in flight than published ones.
-    fit = [one for one in timed if fits(one)]
+    fit = [prediction for prediction in timed if fits(prediction)]
     if not fit:
         _refuse_memory(fitting)
-    named = {one.plan for one in first}
-    best = sorted((one for one in fit if one.plan in named), key=value) or fit
-    shown = {one.plan for one in (*best, *front(fit))}
+    best = sorted(filter(fits, timed[: len(first)]), key=value) or fit
+    shown = {prediction.plan for prediction in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
     excluded["late"] += len(screened) - (len(timed) - len(fit)) - len(shown)
     return Result(tuple(best), front(fit), excluded, considered)
+
+
+def _finalists(
+    screened: Sequence[Prediction], value: Callable[[Prediction], float], count: int
+) -> tuple[Sequence[Prediction], Sequence[Prediction]]:
+    """Selects the best of every mesh, schedule and policy, and other plans of the Pareto front."""
+    ranked = sorted(screened, key=value, reverse=True)
+    by_kind = {_kind(prediction): prediction for prediction in ranked}
+    best = sorted(by_kind.values(), key=value)[:count]
+    others = [prediction for prediction in front(screened) if prediction not in best][::-1]
+    return best, others[:: max(1, -(-len(others) // _MOST_OF_FRONT))]
 
 
 def front(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
@@ -202,22 +209,23 @@ def screen(
     Plans are taken up in the order of their bounds. As soon as these are above the finalists, the
     only plans left are those whose bounds are not near to all three measures of a prediction.
     """
-    bounds = [(_bounds(placed, goal), placed) for placed in fitting]
+    bounds = ((_bounds(placed, goal), placed) for placed in fitting)
+    ranked = sorted(bounds, key=lambda bound: goal.value(bound[0]))
     predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
     pareto: list[Measures] = []
     worst = math.inf
-    for number, (least, placed) in enumerate(sorted(bounds, key=lambda one: goal.value(one[0]))):
-        progress(0.05 + 0.55 * number / len(bounds))
-        if goal.value(least) > worst and any(one.near(least, _NEAR) for one in pareto):
+    for number, (least, placed) in enumerate(ranked):
+        progress(0.05 + 0.55 * number / len(ranked))
+        if goal.value(least) > worst and any(best.near(least, _NEAR) for best in pareto):
             excluded["slower"] += 1
             continue
         prediction = evaluated(placed, goal, excluded)
         if prediction is not None:
             predictions.append(prediction)
             new = prediction.measures
-            if not any(one.near(new) for one in pareto):
-                pareto = [new, *(one for one in pareto if not new.near(one))]
+            if not any(best.near(new) for best in pareto):
+                pareto = [new, *(best for best in pareto if not new.near(best))]
             kind, value = _kind(prediction), goal.value(new)
             values[kind] = min(value, values.get(kind, math.inf))
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
@@ -272,20 +280,23 @@ def compiled(
     Raises:
       ArgumentError: none of them fits the memory.
     """
-    known = {one.plan: one._replace(compiled_bytes=measure(one)) for one in result.best[:count]}
-    fit = [one for one in known.values() if fits(one)]
+    known = {
+        prediction.plan: prediction._replace(compiled_bytes=measure(prediction))
+        for prediction in result.best[:count]
+    }
+    fit = list(filter(fits, known.values()))
     if not fit:
-        least = min(known.values(), key=lambda one: one.device_bytes)
+        least = min(known.values(), key=lambda prediction: prediction.device_bytes)
         rule = (
             f"is too little for the {len(known)} plans that were compiled: the leanest takes "
             f"{least.device_bytes:.4g} bytes, where {sum(least.bytes.values()):.4g} were predicted"
         )
         note = "A lower --memory leads to leaner plans; --measure compiles more of them."
         refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])
-    shown = [known.get(one.plan, one) for one in result.front]
+    shown = [known.get(prediction.plan, prediction) for prediction in result.front]
     excluded = result.excluded + Counter(compiled=len(known) - len(fit))
-    best = sorted(fit, key=lambda one: goal.value(one.measures))
-    kept = front([one for one in shown if fits(one)])
+    best = sorted(fit, key=lambda prediction: goal.value(prediction.measures))
+    kept = front(list(filter(fits, shown)))
     return dataclasses.replace(result, best=tuple(best), front=kept, excluded=excluded)
 
 
