@@ -155,7 +155,7 @@ def compare(
     elif out is not None:
         of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
         title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
-        draw.save(comparison.figure(rows, title), out)
+        draw.save(comparison.comparison_figure(rows, title), out)
     console = output_console()
     _print_rows(console, rows)
     say(console, _COMPARED)

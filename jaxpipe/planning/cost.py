@@ -39,7 +39,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import replay, work_of
 from jaxpipe.schedule.lowering.lower import Lowering, lowering
 from jaxpipe.schedule.lowering.table import NONE, TickTable
-from jaxpipe.schedule.lowering.transfers import Moving
+from jaxpipe.schedule.lowering.transfers import MoveOptions
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 
@@ -237,7 +237,7 @@ def table_of(program: Program) -> TickTable:
     return lowered.table(
         weight_slots=program.weight_slots,
         gradient_slots=None if program.sums_in_slots else lowered.schedule.num_chunks,
-        moving=Moving(program.own_slots, pieces, max(1, program.shares)),
+        moving=MoveOptions(program.own_slots, pieces, max(1, program.shares)),
     )
 
 

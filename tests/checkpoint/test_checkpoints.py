@@ -30,18 +30,14 @@ OPTIMIZER = optax.adamw(1e-2)
 
 
 @functools.cache
-def pipeline(model="alike", schedule="1f1b", *, stage=2, data=1, **options):
-    """A pipeline and its training step, compiled once for all tests."""
-    mesh = jaxpipe.make_mesh(stage=stage, data=data)
-    built = jaxpipe.schedules.build(schedule, stages=stage, microbatches=4)
+def pipeline(model="alike", schedule="1f1b", *, stage=2, data=1, **options) -> jaxpipe.Pipeline:
     if model == "alike":
-        axis, start = "stage", toy.params(tied=True, num_layers=LAYERS)
-        made = toy.model(tied=True, axis=axis)
+        made, start = toy.model(tied=True, axis="stage"), toy.params(tied=True, num_layers=LAYERS)
     else:
-        start, made = uneven.params(), uneven.model(stateful=model == "stateful")
+        made, start = uneven.model(stateful=model == "stateful"), uneven.params()
         options["states"] = uneven.states() if model == "stateful" else None
-    pipe = jaxpipe.Pipeline(made, start, schedule=built, mesh=mesh, **options)
-    return pipe, pipe.train_step(OPTIMIZER)
+    mesh = jaxpipe.make_mesh(stage=stage, data=data)
+    return jaxpipe.Pipeline(made, start, schedule=schedule, microbatches=4, mesh=mesh, **options)
 
 
 def begin(pipe, model):
@@ -49,16 +45,6 @@ def begin(pipe, model):
     params = pipe.place(start)
     states = pipe.place_states(uneven.states()) if model == "stateful" else None
     return params, pipe.init(OPTIMIZER, params), states
-
-
-def train(step, run, numbers, model):
-    """Takes steps without dropout, which depends on the data shards."""
-    params, state, states = run
-    for _ in numbers:
-        batch = toy.batch(ROWS) if model == "alike" else uneven.batch(ROWS)
-        aux, params, state = step(params, state, batch, states=states)
-        states = aux[1] if model == "stateful" else None
-    return params, state, states
 
 
 def canonical(pipe, run):
@@ -82,40 +68,50 @@ LAYOUTS = {
         {"schedule": "gpipe", "stage": 2, "layer_counts": (3, 5)},
     ],
 }
-PAIRS = [
-    pytest.param(model, here, there, id=f"{model}-{here['schedule']}-{there['schedule']}")
-    for model, layouts in LAYOUTS.items()
-    for here, there in zip(layouts, layouts[1:] + layouts[:1], strict=True)
-]
 
 
-@pytest.mark.parametrize(("model", "here", "there"), PAIRS)
-def test_another_layout_continues_as_if_nothing_had_been_broken(model, here, there, tmp_path):
-    pipe, step = pipeline(model, **here)
-    run = train(step, begin(pipe, model), range(2), model)
-    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
-        params, state, states = run
-        data = {"next": 2, "seeds": [1, 2]}
-        checkpoints.save(2, pipe, OPTIMIZER, params, state, states=states, data=data)
-        saved = canonical(pipe, run)
-        # It donates what is being written.
-        unbroken = canonical(pipe, train(step, run, range(2, 4), model))
-
-    other, other_step = pipeline(model, **there)
-    for layout, its_step, close in [
-        (pipe, step, chex.assert_trees_all_equal),
-        (other, other_step, functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-5)),
-    ]:
-        with jaxpipe.Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
-            found = checkpoints.restore(layout, OPTIMIZER)
-            part = checkpoints.restore_parts(2, {"params": layout.canonical_params})
+@pytest.mark.parametrize(
+    "model", ["alike", pytest.param("differ", marks=pytest.mark.slow), "stateful"]
+)
+def test_another_layout_restores_what_one_has_saved(model, tmp_path):
+    pipes = [pipeline(model, **layout) for layout in LAYOUTS[model]]
+    data = {"next": 2, "seeds": [1, 2]}
+    for number, (here, there) in enumerate(zip(pipes, pipes[1:] + pipes[:1], strict=True)):
+        params, state, states = begin(here, model)
+        state = jax.jit(functools.partial(jax.tree.map, lambda w: w + 1))(state)
+        saved = canonical(here, (params, state, states))
+        with jaxpipe.Checkpoints(tmp_path / str(number)) as checkpoints:
+            checkpoints.save(2, here, OPTIMIZER, params, state, states=states, data=data)
+            found = checkpoints.restore(there, OPTIMIZER)
+            part = checkpoints.restore_parts(2, {"params": there.canonical_params})
+        again = found.params, found.state, found.states
+        chex.assert_trees_all_equal(canonical(there, again), saved)
         chex.assert_trees_all_equal(jax.device_get(part), {"params": saved[0]})
         assert (found.step, found.data) == (2, data)
         assert (found.states is None) == (model != "stateful")
-        again = found.params, found.state, found.states
-        chex.assert_trees_all_equal(canonical(layout, again), saved)
-        close(canonical(layout, train(its_step, again, range(2, 4), model)), unbroken)
-    assert other_step._cache_size() == 1
+        expected = there.placed_params, there.optimizer_placing(OPTIMIZER).placed
+        shardings = [jax.tree.map(lambda w: w.sharding, tree) for tree in (again[:2], expected)]
+        assert shardings[0] == shardings[1]  # a step is not compiled again
+
+
+def test_a_run_goes_on_bit_by_bit_as_if_nothing_had_been_broken(tmp_path):
+    pipe = pipeline("stateful", **LAYOUTS["stateful"][1])
+    step, batch = pipe.train_step(OPTIMIZER), uneven.batch(ROWS)
+
+    def steps(run):
+        params, state, states = run
+        for _ in range(2):
+            (_, states), params, state = step(params, state, batch, states=states)
+        return params, state, states
+
+    params, state, states = run = steps(begin(pipe, "stateful"))
+    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(2, pipe, OPTIMIZER, params, state, states=states)
+        unbroken = canonical(pipe, steps(run))  # donates what is being written
+        found = checkpoints.restore(pipe, OPTIMIZER)
+    again = steps((found.params, found.state, found.states))
+    chex.assert_trees_all_equal(canonical(pipe, again), unbroken)
+    assert step._cache_size() == 1
 
 
 def small(width=4, layers=2, dtype="float32"):
@@ -160,12 +156,11 @@ def _flip(path):
 
 DAMAGE = {
     "flipped byte": _flip,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "missing": lambda path: path.unlink(),
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGE, "missing checksums"])
+@pytest.mark.parametrize("damage", ["flipped byte", "missing", "missing checksums"])
 def test_a_damaged_checkpoint_goes_aside_and_the_one_before_is_restored(two, damage, tmp_path):
     whole, pipe = two
     folder = shutil.copytree(whole, tmp_path / "run")
@@ -242,9 +237,6 @@ def documented(name):
 
 OPTIMIZERS = {
     "averaged": optax.chain(optax.adam(1e-2), documented("averaged")(0.9)),
-    "masked": optax.masked(
-        optax.adam(1e-2), lambda params: jax.tree.map(lambda w: w.ndim > 1, params)
-    ),
     "frozen": optax.multi_transform(
         {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()},
         lambda params: {
@@ -253,7 +245,6 @@ OPTIMIZERS = {
             "head": {},
         },
     ),
-    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=2),
     "many": optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-2)), 2),
 }
 
@@ -321,7 +312,7 @@ def test_another_optimizer_names_what_differs(two):
 
 
 def test_states_of_layers_that_are_not_there(two, tmp_path):
-    pipe, stateful = pipeline("differ", stage=2)[0], pipeline("stateful", stage=2)[0]
+    pipe, stateful = pipeline("differ", stage=2), pipeline("stateful", stage=2)
     params, state, _ = begin(pipe, "differ")
     with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, pipe, OPTIMIZER, params, state)
@@ -383,7 +374,7 @@ def test_what_cannot_be_saved(two, tmp_path):
 
 
 def test_what_would_be_lost_later_is_refused_or_written(tmp_path):
-    pipe = pipeline("alike", stage=2)[0]
+    pipe = pipeline("alike", stage=2)
     params, state, _ = begin(pipe, "alike")
     with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
         for step in (-1, 1.5, "1"):
@@ -428,3 +419,18 @@ def test_a_folder_that_cannot_be_made_leaves_no_thread_that_keeps_the_program_al
     for thread in left:
         threading.Thread.join(thread, 5)
     assert not [thread for thread in left if thread.is_alive()]
+
+
+def test_entered_again_it_moves_nothing_aside_a_second_time(tmp_path):
+    arrays = {"w": jnp.arange(4.0)}
+    with jaxpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_arrays(1, arrays, data={})
+    (tmp_path / "1" / "run" / "metadata").write_text("{")
+    checkpoints = jaxpipe.Checkpoints(tmp_path, keep=3)
+    checkpoints.save_arrays(1, arrays, data={}, loss=2.0)
+    for step in (2, 3):
+        with checkpoints:
+            checkpoints.save_arrays(step, arrays, data={}, loss=2.0)
+    assert (checkpoints.steps, checkpoints.best) == ([1, 2, 3], 3)
+    assert [checkpoints.whole(step) for step in checkpoints.steps] == [1, 2, 3]
+    assert len(list(tmp_path.glob("1*"))) == 2  # saved again, and moved aside

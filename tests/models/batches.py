@@ -21,12 +21,15 @@ def batch_of(config, rows):
         images = jax.random.normal(next(keys), (rows, 8, 8, 1))
         return {"images": images, "labels": ids(rows) % config.num_classes}
     length = config.sequence_length
-    if isinstance(config, GPTConfig):
-        return {"tokens": ids(rows, length + 1)}
+    if isinstance(config, GPTConfig):  # three documents per row
+        documents = jnp.tile(3 * jnp.arange(length) // length, (rows, 1))
+        return {"tokens": ids(rows, length + 1), "documents": documents}
     ends = jnp.arange(length) < 3 + jnp.arange(rows)[:, None] % 4
     if isinstance(config, TransformerConfig):
         source, target = (jnp.where(ends, ids(rows, length, least=3), 0) for _ in range(2))
-        return {"source": source, "target": target.at[:, 0].set(config.begin_id)}
+        # One more than the inputs, as many as devices divide.
+        target = jnp.pad(target.at[:, 0].set(config.begin_id), ((0, 0), (0, 1)))
+        return {"source": source, "target": target}
     tokens = ids(rows, length)
     return {
         "tokens": tokens,

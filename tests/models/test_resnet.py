@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxpipe
@@ -30,24 +29,6 @@ def params():
 @pytest.fixture(scope="module")
 def images():
     return jax.random.normal(jax.random.key(1), (6, 8, 8, 1))
-
-
-@pytest.mark.parametrize(("depth", "millions"), [(20, 0.27), (32, 0.46), (44, 0.66), (56, 0.85)])
-def test_cifar_sizes_are_those_of_the_paper(depth, millions):
-    """He et al. 2016, table 6."""
-    count = resnet.num_parameters(ResNetConfig(depth=depth, num_classes=10))
-    assert round(count / 1e6, 2) == millions
-
-
-@pytest.mark.parametrize(
-    ("depth", "count"),
-    [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
-)
-def test_imagenet_sizes_are_those_of_the_published_weights(depth, count):
-    """As torchvision documents them."""
-    norm = "batch" if depth == 18 else "group"  # both have as many
-    config = ResNetConfig(depth=depth, num_classes=1000, style="imagenet", norm=norm)
-    assert resnet.num_parameters(config) == count
 
 
 def test_depth_counts_the_layers_with_weights():
@@ -167,65 +148,3 @@ def test_evaluation_uses_running_statistics_and_leaves_them(params, images):
 def test_batch_norm_does_not_evaluate_without_statistics(params, images):
     with pytest.raises(ValueError, match=r"norm='batch'.*pass state"):
         resnet.logits(BATCH_NORM, params, images)
-
-
-# Learning.
-
-
-def bars(key, rows):
-    """Noisy images of a bright bar, upright or lying, in one of two halves."""
-    noise, label = jax.random.split(key)
-    labels = jax.random.randint(label, (rows,), 0, 4)
-    place = jnp.where(labels % 2 == 0, 2, 6)[:, None, None]
-    across, down = jnp.meshgrid(jnp.arange(8), jnp.arange(8))
-    axis = jnp.where((labels < 2)[:, None, None], across, down)
-    images = 2.0 * (axis == place) + 0.5 * jax.random.normal(noise, (rows, 8, 8))
-    return {"images": images[..., None], "labels": labels}
-
-
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_it_learns_to_tell_bars_apart(norm):
-    config = dataclasses.replace(TINY, norm=norm)
-    model, optimizer = resnet.model(config), optax.adam(3e-3)
-
-    @jax.jit
-    def train(params, state, keys):
-        def loss_of(params, batch, state):
-            loss = jaxpipe.unpipelined.loss(model, params, batch, states=state)
-            return loss if model.stateful else (loss, state)
-
-        def step(carry, key):
-            params, moments, state = carry
-            grads, state = jax.grad(loss_of, has_aux=True)(params, bars(key, 32), state)
-            updates, moments = optimizer.update(grads, moments)
-            return (optax.apply_updates(params, updates), moments, state), None
-
-        params, _, state = jax.lax.scan(step, (params, optimizer.init(params), state), keys)[0]
-        return params, state
-
-    state = resnet.init_state(config) if norm == "batch" else None
-    keys = jax.random.split(jax.random.key(0), 80)
-    params, state = train(init(config, jax.random.key(1)), state, keys)
-    held_out = bars(jax.random.key(2), 200)
-    guesses = logits(config, params, held_out["images"], state).argmax(axis=-1)
-    assert (guesses == held_out["labels"]).mean() > 0.95
-
-
-# Configs.
-
-
-def test_all_failures_come_in_one_message():
-    with pytest.raises(ValueError, match="6 n") as error:
-        ResNetConfig(depth=21, num_classes=0, norm="layer")
-    text = str(error.value)
-    assert "depth=21 must be 6 n + 2 for style='cifar'" in text
-    assert "Nearest valid: 20, 26." in text
-    assert "num_classes=0 must be at least 1" in text
-    assert "norm='layer' must be one of: group, batch." in text
-
-
-def test_depths_and_groups_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match=r"depth=20 must be one of 18, 34, 50, 101, 152"):
-        ResNetConfig(depth=20, num_classes=5, style="imagenet")
-    with pytest.raises(ValueError, match=r"num_groups=5 must divide width=16\.\n.*: 4, 8\."):
-        ResNetConfig(depth=20, num_classes=5, num_groups=5)

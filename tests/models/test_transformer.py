@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from models import transformer
 from models.transformer import TransformerConfig
@@ -31,10 +30,10 @@ init = jax.jit(transformer.init, static_argnums=0)
 logits = jax.jit(transformer.logits, static_argnums=0)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="axis")
-def loss_of(config, params, batch, rng=None, *, axis=None):
+@functools.partial(jax.jit, static_argnums=0)
+def loss_of(config, params, batch, rng=None):
     """The unpipelined loss from the model's functions."""
-    model = transformer.model(config, vocabulary_axis=axis)
+    model = transformer.model(config)
     outer = {"embed": params["embed"], "head": params["head"]}
     x = model.embed(outer, batch, rng)
     for i, (layer, layer_params) in enumerate(zip(model.layer, params["layers"], strict=True)):
@@ -59,26 +58,22 @@ def batch():
     }
 
 
-def test_shapes_and_dtypes(params):
-    assert len(params["layers"]) == TINY.num_layers == 4
-    assert params["head"] == {}
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    scores = logits(TINY, params, jnp.ones((3, 5), int), jnp.ones((3, 6), int))
-    assert (scores.shape, scores.dtype) == ((3, 6, TINY.vocab_size), jnp.float32)
-
-
 def test_layers_of_one_kind_share_their_function():
     layers = transformer.model(dataclasses.replace(TINY, num_decoder_layers=3)).layer
     assert [layers.index(layer) for layer in layers] == [0, 0, 2, 2, 2]
 
 
 def test_a_layer_returns_what_it_does_not_touch(params, batch):
-    model = transformer.model(TINY)
-    x = model.embed(params, batch, None)
-    encoded = model.layer[0](params["layers"][0], x, batch, None)
-    assert encoded["target"] is x["target"]
-    decoded = model.layer[2](params["layers"][2], encoded, batch, None)
-    assert decoded["source"] is encoded["source"]
+    def trace(params, batch):
+        model = transformer.model(TINY)
+        x = model.embed(params, batch, None)
+        encoded = model.layer[0](params["layers"][0], x, batch, None)
+        assert encoded["target"] is x["target"]
+        decoded = model.layer[2](params["layers"][2], encoded, batch, None)
+        assert decoded["source"] is encoded["source"]
+        return decoded
+
+    jax.eval_shape(trace, params, batch)
 
 
 def test_a_target_sees_no_later_token_but_all_of_its_source(params, batch):
@@ -108,16 +103,6 @@ def test_the_loss_is_the_smoothed_mean_over_tokens_that_are_no_padding(params, b
     np.testing.assert_allclose(loss_of(TINY, params, batch), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "millions"),
-    [(TransformerConfig.base(), 65), (TransformerConfig.big(), 213)],
-    ids=["base", "big"],
-)
-def test_presets_have_about_the_published_sizes(config, millions):
-    """Vaswani et al. 2017, table 3; the paper does not say what its counts include."""
-    assert transformer.num_parameters(config) == pytest.approx(millions * 1e6, rel=0.03)
-
-
 def test_parameters_count_as_the_paper_describes_them():
     """One table; 4 or 8 projections, 2 MLP matrices, 2 or 3 norms a layer, all with biases."""
     width, hidden = TINY.width, TINY.hidden_width
@@ -134,46 +119,6 @@ def test_positions_differ_by_a_rotation():
     np.testing.assert_allclose(places @ places.T, jnp.array(places[:1] @ places.T)[
         0, np.abs(np.subtract.outer(np.arange(20), np.arange(20)))
     ], rtol=1e-4, atol=1e-4)  # fmt: skip
-
-
-def test_dropout_depends_on_the_key_alone(params, batch):
-    config = dataclasses.replace(TINY, dropout=0.3)
-    first, again, other = (loss_of(config, params, batch, jax.random.key(k)) for k in (1, 1, 2))
-    assert first == again != other
-    np.testing.assert_allclose(
-        loss_of(config, params, batch), loss_of(TINY, params, batch), rtol=1e-6
-    )
-
-
-def test_split_vocabulary_gives_the_same_loss_and_gradients(params, batch):
-    config = dataclasses.replace(TINY, dropout=0.2)
-    rng = jax.random.key(3)
-    expected, expected_grads = jax.jit(
-        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng))
-    )(params)
-
-    specs = jax.tree.map(lambda _: P(), params) | {"embed": {"table": P("stage")}}
-    assert transformer.model(config, vocabulary_axis="stage").stage_split == {
-        "embed": {"table": 0},
-        "head": {},
-    }
-    table = params["embed"]["table"]
-    placed = params | {"embed": {"table": jnp.pad(table, ((0, 3), (0, 0)))}}
-    run = jax.shard_map(
-        jax.value_and_grad(lambda params: loss_of(config, params, batch, rng, axis="stage")),
-        mesh=jax.make_mesh((4,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,)),
-        in_specs=(specs,),
-        out_specs=(P(), specs),
-        check_vma=False,
-    )
-    loss, grads = jax.jit(run)(placed)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    grads["embed"]["table"] = grads["embed"]["table"][: TINY.vocab_size]
-    jax.tree.map(
-        lambda grad, wanted: np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-6),
-        grads,
-        expected_grads,
-    )
 
 
 # Decoding. Weights are larger than at the start, so that hypotheses differ clearly.
@@ -258,50 +203,3 @@ def test_scores_of_a_narrow_beam_are_those_of_its_tokens(sharp, source):
         }
         for tokens, score in zip(wide.tokens[row].tolist(), wide.scores[row], strict=True):
             np.testing.assert_allclose(score, known[tuple(tokens)], rtol=1e-4)
-
-
-def test_it_learns_to_reverse_its_source():
-    """Loss falls and greedy decoding gives the reversed source, which needs every part to work."""
-    config = dataclasses.replace(
-        TINY, num_encoder_layers=1, num_decoder_layers=1, width=32, label_smoothing=0.0
-    )
-    optimizer = optax.adam(optax.warmup_constant_schedule(0.0, 3e-3, 50))
-
-    def rows(key):
-        words = jax.random.randint(key, (64, 4), 3, 9)
-        marks = [jnp.full((64, 1), mark) for mark in (config.begin_id, config.end_id)]
-        return {"source": words, "target": jnp.concatenate([marks[0], words[:, ::-1], marks[1]], 1)}
-
-    @jax.jit
-    def train(params, state, keys):
-        def step(carry, key):
-            params, state = carry
-            grads = jax.grad(lambda params: loss_of(config, params, rows(key)))(params)
-            updates, state = optimizer.update(grads, state)
-            return (optax.apply_updates(params, updates), state), None
-
-        return jax.lax.scan(step, (params, state), keys)[0]
-
-    params = init(config, jax.random.key(0))
-    keys = jax.random.split(jax.random.key(1), 400)
-    params, _ = train(params, optimizer.init(params), keys)
-    held_out = rows(jax.random.key(2))
-    translated = greedy(config, params, held_out["source"], max_length=5)
-    assert (translated == held_out["target"][:, 1:]).all(axis=1).mean() > 0.9
-
-
-def test_all_failures_come_in_one_message():
-    with pytest.raises(ValueError, match="must divide") as error:
-        dataclasses.replace(TINY, num_heads=3, dropout=1.0, end_id=1, pad_id=13)
-    text = str(error.value)
-    assert "num_heads=3 must divide width=16.\nNearest valid: 2, 4." in text
-    assert "dropout=1.0" in text
-    assert "pad_id=13 must be in [0, vocab_size=13)." in text
-    assert "must all differ" in text
-
-
-def test_longer_rows_than_the_model_has_positions_for_are_refused(params):
-    with pytest.raises(ValueError, match=r"source holds 9 inputs per row.*sequence_length=8"):
-        logits(TINY, params, jnp.ones((1, 9), int), jnp.ones((1, 2), int))
-    with pytest.raises(ValueError, match=r"max_length=9 must be in.*Nearest valid: 8"):
-        greedy(TINY, params, jnp.ones((1, 2), int), max_length=9)

@@ -70,13 +70,12 @@ def changed(tree: dict, *path, value) -> dict:
 # Parameters.
 
 
-@pytest.mark.parametrize("found", [3, 5])
-def test_another_number_of_layers_is_refused(found):
-    assert set(refusal(pipe().place, params(found))) == {
-        f"params['layers'] holds {found} layers; expected 4.",
-        f"params['layers']['up'] is float32[{found}, 8, 16]; expected float32[4, 8, 16].",
-        f"params['layers']['down'] is float32[{found}, 16, 8]; expected float32[4, 16, 8].",
-        f"params['layers']['bias'] is float32[{found}, 16]; expected float32[4, 16].",
+def test_another_number_of_layers_is_refused():
+    assert set(refusal(pipe().place, params(3))) == {
+        "params['layers'] holds 3 layers; expected 4.",
+        "params['layers']['up'] is float32[3, 8, 16]; expected float32[4, 8, 16].",
+        "params['layers']['down'] is float32[3, 16, 8]; expected float32[4, 16, 8].",
+        "params['layers']['bias'] is float32[3, 16]; expected float32[4, 16].",
     }
 
 
@@ -95,22 +94,10 @@ def test_every_difference_is_in_one_error():
     }
 
 
-@pytest.mark.parametrize("wrong", [None, 1.0, (), [1.0], {"layers": None}])
+@pytest.mark.parametrize("wrong", [None, (), [1.0], {"layers": None}])
 def test_what_is_no_tree_of_parameters_is_refused(wrong):
-    assert "params['head']['scale'] is missing; expected float32[8]." in refusal(
-        pipe().place, wrong
-    )
-
-
-def test_other_containers_are_refused():
-    empty = {"embed": {}, "layers": jnp.ones((4, 3, 3)), "head": {}}
-    model = jaxpipe.Model(
-        embed=lambda outer, batch, rng: batch["x"],
-        layer=lambda w, x, batch, rng: x @ w,
-        head_loss=lambda outer, x, batch, rng: jnp.mean(x),
-    )
-    (line,) = refusal(toy_pipeline(model, params=empty).place, empty | {"head": None})
-    assert line.startswith("params has the structure")
+    missing = "params['head']['scale'] is missing; expected float32[8]."
+    assert missing in refusal(pipe().place, wrong)
 
 
 def test_a_tree_that_is_placed_already_is_refused():
@@ -129,23 +116,23 @@ def test_another_dtype_is_refused_and_the_cast_named():
 
 
 def test_layers_that_differ_are_compared_one_by_one():
-    right = uneven.params()
+    right, place = uneven.params(), uneven_pipe().place
     narrow = uneven.FUNCTIONS.index(uneven.narrow)
     reshaped = list(right["layers"])
     reshaped[narrow] = changed(reshaped[narrow], "kernel", value=jnp.ones((4, 8)))
-    place = uneven_pipe().place
-    assert refusal(place, right | {"layers": tuple(reshaped)}) == [
-        f"params['layers'][{narrow}]['kernel'] is float32[4, 8]; expected float32[8, 4]."
-    ]
-    assert refusal(place, right | {"layers": right["layers"][:-1]})[0] == (
-        "params['layers'] holds 7 layers; expected 8."
-    )
-    assert refusal(place, right | {"layers": (*right["layers"], right["layers"][-1])})[0] == (
-        "params['layers'] holds 9 layers; expected 8."
-    )
     tuples, stacked = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
-    as_dict = right | {"layers": dict(enumerate(right["layers"]))}
-    assert refusal(place, as_dict)[0] == f"params['layers'] is {stacked}; expected {tuples}."
+    for layers, line in (
+        (
+            tuple(reshaped),
+            f"params['layers'][{narrow}]['kernel'] is float32[4, 8]; expected float32[8, 4].",
+        ),
+        (right["layers"][:-1], "params['layers'] holds 7 layers; expected 8."),
+        (
+            dict(enumerate(right["layers"])),
+            f"params['layers'] is {stacked}; expected {tuples}.",
+        ),
+    ):
+        assert refusal(place, right | {"layers": layers})[0] == line
     layers = params()["layers"]
     as_tuple = tuple(jax.tree.map(lambda w, n=n: w[n], layers) for n in range(4))
     assert refusal(pipe().place, params() | {"layers": as_tuple})[0] == (
@@ -155,31 +142,20 @@ def test_layers_that_differ_are_compared_one_by_one():
 
 def test_what_steps_take_must_be_placed():
     hint = "placed is in canonical order, not placed; call `pipe.place` first."
-    for built, canonical, batch in (
-        (pipe(), params(), toy.batch(4)),
-        (uneven_pipe(), uneven.params(), uneven.batch(4)),
-    ):
+    for built, canonical in (pipe(), params()), (uneven_pipe(), uneven.params()):
         assert refusal(built.unplace, canonical) == [hint]
-        assert refusal(built.loss, canonical, batch) == [hint]
-        assert refusal(jax.jit(built.value_and_grad), canonical, batch) == [hint]
-        assert refusal(built.init, optax.sgd(0.1), canonical) == [
-            hint.replace("placed", "params", 1)
-        ]
+    assert refusal(jax.jit(pipe().value_and_grad), params(), toy.batch(4)) == [hint]
+    assert refusal(pipe().init, optax.sgd(0.1), params()) == [hint.replace("placed", "params", 1)]
 
 
 def test_placed_trees_are_compared_leaf_by_leaf():
     placed = pipe().place(params())
     wrong = changed(placed, "layers", "bias", value=placed["layers"]["bias"][:, :1])
-    lines = [
+    wrong = changed(wrong, "head", "scale", value=placed["head"]["scale"].astype("bfloat16"))
+    assert refusal(pipe().value_and_grad, wrong, toy.batch(4))[:2] == [
+        "placed['head']['scale'] is bfloat16[8]; expected float32[8].",
         "placed['layers']['bias'] is float32[2, 1, 16]; expected float32[2, 2, 16].",
-        "placed must be as `pipe.place` returns it.",
     ]
-    assert refusal(pipe().unplace, wrong) == lines
-    assert refusal(pipe().value_and_grad, wrong, toy.batch(4)) == lines
-    cast = jax.tree.map(lambda w: w.astype("bfloat16"), placed)
-    assert "placed['head']['scale'] is bfloat16[8]; expected float32[8]." in refusal(
-        pipe().loss, cast, toy.batch(4)
-    )
 
 
 def test_an_optimizer_state_is_converted_in_its_own_dtypes():
@@ -207,17 +183,14 @@ def test_an_optimizer_state_is_converted_in_its_own_dtypes():
 
 
 def test_states_are_compared_like_parameters():
-    built, states = uneven_pipe(stateful=True), uneven.states()
-    placed, batch = built.place(uneven.params()), uneven.batch(4)
-    assert refusal(built.place_states, states[:-1]) == [
-        "states[7]['mean'] is missing; expected float32[4]."
-    ]
-    assert refusal(built.place_states, built.place_states(states)) == ["states is placed already."]
+    built, states, other = uneven_pipe(stateful=True), uneven.states(), uneven_pipe()
+    placed, batch = built.layout.placed_shapes(), uneven.batch(4)
+    (line,) = refusal(built.place_states, states[:-1])
+    assert line == "states[7]['mean'] is missing; expected float32[4]."
     hint = "is in canonical order, not placed; call `pipe.place_states` first."
     assert refusal(built.unplace_states, states) == [f"placed {hint}"]
     assert refusal(built.loss, placed, batch, states=states) == [f"states {hint}"]
     assert "states=None" in refusal(built.value_and_grad, placed, batch)[0]
-    other = uneven_pipe()
     assert "layers keep no state" in refusal(other.loss, placed, batch, states=states)[0]
     assert "layers keep no state" in refusal(other.place_states, states)[0]
 
@@ -234,11 +207,9 @@ def test_training_steps_compare_parameters_and_optimizer_state():
     hint = "params is in canonical order, not placed; call `pipe.place` first."
     for step, name in (*((step, "state") for step in steps), (init, "optimizer_state")):
         assert refusal(step, params(), state, batch) == [hint]
-        rows = {"tokens": batch["tokens"], "more": jnp.ones((2, 1))}
-        lines = refusal(step, placed, optimizer.init(params()), rows)
+        lines = refusal(step, placed, optimizer.init(params()), batch)
         bias = f"{name}[0].mu['layers']['bias']"
         assert f"{bias} is float32[4, 16]; expected float32[2, 2, 16]." in lines
-        assert lines[-1].startswith("The arrays of a batch must have equally many rows")
     wrong = refusal(pipe().update, optimizer, params(), pipe().init(optax.sgd(0.1), placed), placed)
     assert "state[0].count is missing; expected int32[]." in wrong
     assert "grads is in canonical order, not placed; call `pipe.place` first." in wrong
@@ -284,43 +255,35 @@ def test_batches_that_do_not_divide_are_refused(batch, lines):
     ("loss", "found"),
     [
         (lambda x: x.mean().astype(jnp.bfloat16), "bfloat16[]"),
-        (lambda x: x.mean().astype(jnp.float16), "float16[]"),
         (lambda x: x.mean(axis=(1, 2)), "float32[2]"),
-        (lambda x: x.mean(keepdims=True), "float32[1, 1, 1]"),
         (lambda x: {"loss": x.mean()}, "{'loss': float32[]}"),
         (lambda x: x.size, "int32[]"),
+        (lambda x: None, "None"),
     ],
 )
 def test_a_loss_that_is_not_a_float32_scalar_is_refused(loss, found):
     model = dataclasses.replace(
         toy.model(tied=False, axis=None), head_loss=lambda outer, x, batch, rng: loss(x)
     )
-    built = toy_pipeline(model)
-    placed, batch, sgd = built.place(params()), toy.batch(4), optax.sgd(0.1)
-    state = built.init(sgd, placed)
-    training = jaxpipe.AsyncPipeline(built, sgd)
+    built, batch, sgd = toy_pipeline(model), toy.batch(4), optax.sgd(0.1)
+    placed = built.layout.placed_shapes()
     for refuse in (
-        functools.partial(jax.jit(built.value_and_grad), placed, batch),
-        functools.partial(jax.jit(built.loss), placed, batch),
-        functools.partial(built.train_step(sgd, update="chunk"), placed, state, batch),
-        functools.partial(jax.jit(training.init), placed, state, batch),
+        functools.partial(jax.eval_shape, built.value_and_grad, placed, batch),
+        functools.partial(jax.eval_shape, built.loss, placed, batch),
         functools.partial(traced.buffers, built, batch),
+        functools.partial(jaxpipe.AsyncPipeline(built, sgd).init, placed, sgd.init(placed), batch),
     ):
         (line,) = refusal(refuse)
         assert line.startswith(f"Model.head_loss returns {found}; it must return a float32 scalar")
         assert ".astype(jnp.float32)" in line
 
 
-@pytest.mark.parametrize("loss", [2.0, np.float32(2), np.ones(()) * 2])
+@pytest.mark.parametrize("loss", [2.0, np.float32(2)])
 def test_a_loss_that_is_a_number_is_a_loss(loss):
-    model = dataclasses.replace(
-        toy.model(tied=False, axis=None), head_loss=lambda outer, x, batch, rng: loss
-    )
+    model = dataclasses.replace(toy.model(tied=False, axis=None), head_loss=lambda *_: loss)
     built = toy_pipeline(model)
-    placed = built.place(params())
-    value, grads = jax.eval_shape(built.value_and_grad, placed, toy.batch(4))
+    value, _ = jax.eval_shape(built.value_and_grad, built.layout.placed_shapes(), toy.batch(4))
     assert value == jax.ShapeDtypeStruct((), jnp.float32)
-    assert jax.tree.map(jnp.shape, placed) == jax.tree.map(lambda g: g.shape, grads)
 
 
 # What a pipeline is built from.
@@ -350,8 +313,6 @@ def test_what_a_pipeline_is_built_from_is_checked():
         "layer_counts=(2, 3) must be 2 numbers, one per virtual stage of schedule '1f1b', that add "
         "up to the 4 layers of params['layers']."
     ]
-    assert refusal(toy_pipeline, layer_counts=4) == ["layer_counts=4 is no sequence of numbers."]
-    assert refusal(toy_pipeline, weight_slots="2")[0] == "weight_slots='2' holds no chunk."
     assert refusal(toy_pipeline, params=toy.params(tied=False, num_layers=1)) == [
         "params['layers'] holds 1 layers, and schedule '1f1b' has 2 virtual stages: each needs a "
         "layer. Use fewer stages or chunks, or say with layer_counts which stay empty."
@@ -375,18 +336,3 @@ def test_a_mesh_without_devices_is_refused(stage, data):
     lines = refusal(jaxpipe.make_mesh, stage=stage, data=data)
     wrong = [f"{k}={n} must be" for k, n in (("data", data), ("stage", stage)) if n < 1]
     assert [line.partition(" at ")[0] for line in lines[::2]] == wrong
-
-
-def test_python_and_numpy_numbers_are_parameters_like_any():
-    start = {"embed": {}, "layers": {"w": np.ones((4, 3, 3))}, "head": {"scale": 2.0}}
-    model = jaxpipe.Model(
-        embed=lambda outer, batch, rng: batch["x"],
-        layer=lambda w, x, batch, rng: x @ w["w"],
-        head_loss=lambda outer, x, batch, rng: outer["head"]["scale"] * jnp.mean(x),
-    )
-    built = toy_pipeline(model, params=start)
-    placed = built.place(start)
-    assert {(w.dtype, w.weak_type) for w in jax.tree.leaves(placed)} == {
-        (np.dtype(np.float32), False)
-    }
-    assert jnp.isfinite(jax.jit(built.loss)(placed, {"x": jnp.ones((4, 3))}))

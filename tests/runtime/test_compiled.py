@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from compilations import AS_USED
+from covering import some
+from jax.stages import Compiled
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction, pass_of
@@ -30,7 +32,9 @@ CONFIG = gpt.GPTConfig(
 UNEVEN = dataclasses.replace(CONFIG, num_layers=10)
 # Indices into buffers of one layer are constant: the compiler knows more.
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=STAGES)
-CASES = [("1f1b", "none", 0), ("1f1b", "dots", 3), ("1f1b-fused", "full", 3), ("gpipe", "none", 3)]
+FEW = [(("1f1b", "dots", 3),), (("1f1b-fused", "full", 3),)]
+MANY = [*FEW, (("1f1b", "none", 0),), (("gpipe", "none", 3),)]
+cases = pytest.mark.parametrize("case", some(MANY, *FEW))
 
 
 def make_pipeline(name: str, remat: str, zero: int, *, microbatches=6, config=CONFIG, data=DATA):
@@ -50,9 +54,14 @@ def batch(microbatches: int):
 
 
 @functools.cache
-def program(name: str, remat: str, zero: int, config: gpt.GPTConfig) -> HloProgram:
-    pipe = make_pipeline(name, remat, zero, config=config)
-    return HloProgram(memory.compiled(pipe, batch(6), options=AS_USED).as_text())
+def step(name: str, remat: str, zero: int, config: gpt.GPTConfig, data=DATA) -> Compiled:
+    pipe = make_pipeline(name, remat, zero, config=config, data=data)
+    return memory.compiled(pipe, batch(6), updates=memory.PLAIN_UPDATES, options=AS_USED)
+
+
+@functools.cache
+def program(*case) -> HloProgram:
+    return HloProgram(step(*case).as_text())
 
 
 @functools.cache
@@ -72,7 +81,7 @@ def copies(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases
 def test_the_tick_loop_copies_no_whole_buffer(case):
     shapes = buffer_shapes(*case)
     assert shapes
@@ -102,10 +111,17 @@ def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
     assert copies(found, {(5, 32, 32)})
 
 
-@pytest.mark.parametrize("config", [UNEVEN, ONE_LAYER], ids=["uneven", "one layer a chunk"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case, config):
-    compiled = program(*case, config)
+@cases
+def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
+    idle_ticks_only_send(program(*case, UNEVEN))
+
+
+@pytest.mark.parametrize("case", some(MANY))
+def test_idle_ticks_of_one_layer_per_chunk_run_nothing(case):
+    idle_ticks_only_send(program(*case, ONE_LAYER))
+
+
+def idle_ticks_only_send(compiled: HloProgram) -> None:
     collectives = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
     for body in compiled.tick_bodies().values():
         always = {instruction.opcode for instruction in compiled.reached(body, into_loops=False)}
@@ -115,7 +131,7 @@ def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case, confi
         assert not always & (collectives | {"dot"})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@cases
 def test_messages_connect_the_pairs_of_the_table_when_all_layers_of_the_tick_have_run(case):
     """Sent before W, a message would make a stage that only runs W wait for the others' B. Messages
     alone pass through a choice of pairs: XLA copies whatever does."""
@@ -175,65 +191,57 @@ def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(mo
     assert layer_loops(compiled, body, choice) == 3
 
 
-@pytest.fixture
-def compiled_as_used(monkeypatch):
-    monkeypatch.setattr(memory, "compiled", functools.partial(memory.compiled, options=AS_USED))
-
-
 def test_weights_are_sharded_along_their_leading_dimension():
     """Gathered along another, whole buffers are transposed in the program for GPUs."""
     layers = make_pipeline("1f1b", "none", 3).layout.layers.piece
     assert {leaf.data_dim for leaf in jax.tree.leaves(layers)} == {0}
 
 
+def test_predicted_memory_is_the_compiled_one():
+    """The working set is read from a model with another schedule and two microbatches."""
+    memory_is_predicted("1f1b", "dots", 3, UNEVEN)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "remat", "zero", "data"),
+    ("layers", "width", "of"),
     [
-        *(("1f1b", "none", 0, 1), ("1f1b", "full", 0, DATA), ("1f1b", "full", 1, DATA)),
-        *(("breadth-first", "none", 2, DATA), ("zb-v", "full", 3, DATA)),
+        (24, 32, [("1f1b", "none", 0, 1), ("1f1b", "full", 0, DATA), ("1f1b", "full", 1, DATA)]),
+        (24, 32, [("breadth-first", "none", 2, DATA), ("zb-v", "full", 3, DATA)]),
+        # The gradient of one layer is that of its chunk, and one slot from B to W is one value.
+        (STAGES, 128, [("1f1b", "none", 3, DATA), ("zb-h1", "full", 3, DATA)]),
+        (2 * STAGES, 128, [("breadth-first-fused", "full", 3, DATA)]),
     ],
 )
-def test_predicted_memory_is_the_compiled_one_however_many_layers(
-    name, remat, zero, data, compiled_as_used
-):
-    """The working set is read from a model with another schedule and two microbatches."""
-    config = dataclasses.replace(CONFIG, num_layers=24)
+def test_predicted_memory_is_the_compiled_one_however_many_layers(layers, width, of):
+    for name, remat, zero, data in of:
+        config = dataclasses.replace(CONFIG, num_layers=layers, width=width)
+        memory_is_predicted(name, remat, zero, config, data)
+
+
+def memory_is_predicted(name, remat, zero, config, data=DATA) -> None:
     pipe = make_pipeline(name, remat, zero, config=config, data=data)
     predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())
-    assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.02)
+    compiled = memory.bytes_beside_arguments(step(name, remat, zero, config, data))
+    assert compiled == pytest.approx(predicted, rel=0.02)
+
+
+def test_buffers_do_not_depend_on_the_number_of_microbatches():
+    few, many = (
+        buffers(make_pipeline("1f1b", "full", 3, microbatches=m), batch(m)) for m in (6, 24)
+    )
+    assert few == many
 
 
 @pytest.mark.parametrize(
-    ("name", "remat", "zero", "layers"),
-    [
-        ("breadth-first-fused", "full", 3, 2 * STAGES),
-        *(("1f1b", "none", 3, STAGES), ("zb-h1", "full", 3, STAGES)),
-    ],
+    ("name", "data", "zero"),
+    some([("modular-fused", 1, 0), ("modular", DATA, 3)], ("modular-fused", 1, 0)),
 )
-def test_predicted_memory_is_the_compiled_one_with_one_layer_per_chunk(
-    name, remat, zero, layers, compiled_as_used
-):
-    """There the gradient of a layer is that of its chunk, and one slot from B to W one value."""
-    config = dataclasses.replace(CONFIG, num_layers=layers, width=128)
-    pipe = make_pipeline(name, remat, zero, config=config)
-    predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())
-    assert memory.compiled_bytes(pipe, batch(6)) == pytest.approx(predicted, rel=0.02)
-
-
-def test_memory_does_not_depend_on_the_number_of_microbatches(compiled_as_used):
-    sizes = [
-        memory.compiled_bytes(make_pipeline("1f1b", "full", 3, microbatches=m), batch(m))
-        for m in (6, 24)
-    ]
-    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
-
-
-@pytest.mark.parametrize(("name", "data", "zero"), [("modular-fused", 1, 0), ("modular", DATA, 3)])
-def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero, compiled_as_used):
-    config = dataclasses.replace(CONFIG, num_layers=24)
+def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero):
+    config = dataclasses.replace(CONFIG, num_layers=16)
     pipe = make_pipeline(name, "full", zero, config=config, data=data)
     adam = optax.adam(0.1)
     by_chunk = memory.predicted_bytes(pipe, batch(6), by_chunk=adam)
-    compiled = memory.compiled_bytes(pipe, batch(6), by_chunk=adam)
-    assert compiled == pytest.approx(sum(by_chunk.values()), rel=0.02)
-    assert sum(by_chunk.values()) < sum(memory.predicted_bytes(pipe, batch(6)).values())
+    compiled = memory.compiled(pipe, batch(6), updates=(adam, "chunk"), options=AS_USED)
+    predicted = sum(by_chunk.values())
+    assert memory.bytes_beside_arguments(compiled) == pytest.approx(predicted, rel=0.02)

@@ -9,6 +9,7 @@ import pytest
 import toy
 import uneven
 from compilations import AS_USED
+from covering import some
 
 import jaxpipe
 
@@ -49,14 +50,14 @@ def check(pipe: jaxpipe.Pipeline, params, batch, *, states=None, rng=None) -> No
 
 @pytest.mark.parametrize(
     ("name", "options", "data", "zero", "slots"),
-    [
-        ("modular", {"chunks": 3}, 2, 3, 1),
-        ("breadth-first-descending", {"chunks": 2}, 2, 2, 1),
-        ("modular-fused", {"chunks": 2}, 1, 0, 1),
+    some(
+        [
+            *(("modular", {"chunks": 3}, 2, 3, 1), ("breadth-first-descending", {}, 2, 2, 1)),
+            *(("modular-fused", {}, 1, 0, 1), ("zb-v", {}, 2, 3, 2), ("modular", {}, 2, 1, 1)),
+            ("1f1b", {}, 2, 0, 1),
+        ],
         ("zb-v", {}, 2, 3, 2),
-        pytest.param("modular", {"chunks": 2}, 2, 1, 1, marks=pytest.mark.slow),
-        pytest.param("1f1b", {}, 2, 0, 1, marks=pytest.mark.slow),
-    ],
+    ),
 )
 def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(name, options, data, zero, slots):
     pipe = jaxpipe.Pipeline(
@@ -72,19 +73,25 @@ def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(name, options, d
 
 
 @pytest.mark.parametrize(
-    "zero", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
+    ("name", "stateful", "zero"),
+    some(
+        [("modular-fused", False, 1), *(("modular", True, zero) for zero in (0, 1, 3))],
+        ("modular-fused", False, 1),
+    ),
 )
-def test_layers_that_differ_are_updated_in_their_own_columns(zero):
-    states = uneven.states()
+def test_layers_that_differ_are_updated_in_their_own_columns(name, stateful, zero):
+    states = uneven.states() if stateful else None
     pipe = jaxpipe.Pipeline(
-        uneven.model(stateful=True),
+        uneven.model(stateful=stateful),
         uneven.params(),
-        schedule=jaxpipe.schedules.build("modular", stages=2, microbatches=3, chunks=3),
+        schedule=name,
         mesh=jaxpipe.make_mesh(stage=2, data=2),
+        microbatches=2,
         zero=zero,
         states=states,
     )
-    check(pipe, uneven.params(), uneven.batch(12), states=pipe.place_states(states))
+    placed_states = pipe.place_states(states) if stateful else None
+    check(pipe, uneven.params(), uneven.batch(8), states=placed_states)
 
 
 def test_no_gradient_is_kept_but_that_of_the_chunk_in_work():
@@ -95,12 +102,8 @@ def test_no_gradient_is_kept_but_that_of_the_chunk_in_work():
         layer=lambda w, x, batch, rng: jax.numpy.tanh(x @ w),
         head_loss=lambda outer, x, batch, rng: jax.numpy.mean(x**2),
     )
-    pipe = jaxpipe.Pipeline(
-        model,
-        params,
-        schedule=jaxpipe.schedules.build("modular-fused", stages=2, microbatches=2, chunks=chunks),
-        mesh=jaxpipe.make_mesh(stage=2),
-    )
+    schedule = jaxpipe.schedules.build("modular-fused", stages=2, microbatches=2, chunks=chunks)
+    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=jaxpipe.make_mesh(stage=2))
     adam = optax.adam(0.1)  # reads its moments twice: to move them, and to move the weights
     placed = pipe.place(params)
     batch, state = {"x": jax.numpy.ones((4, width))}, pipe.init(adam, placed)

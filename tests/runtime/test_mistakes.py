@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from flax import linen, nnx
 
 import jaxpipe
@@ -130,14 +131,6 @@ def nnx_model(layers, **options):
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 MISTAKES = {
     # The model's functions.
-    "a loss per row": (
-        lambda: step(head_loss=lambda outer, x, batch, rng: jnp.mean(x, axis=1)),
-        ["Model.head_loss returns float32[2]; it must return a float32 scalar", "`jnp.mean`"],
-    ),
-    "no loss": (
-        lambda: step(head_loss=lambda outer, x, batch, rng: None),
-        ["Model.head_loss returns None; it must return a float32 scalar"],
-    ),
     "a loss that does not fit the last layer": (
         lambda: step(head_loss=lambda outer, x, batch, rng: jnp.mean(x @ jnp.ones((5, 1)))),
         [
@@ -156,13 +149,6 @@ MISTAKES = {
             "Model.layer cannot be called as layer(layer_params, x, microbatch, rng): "
             "missing a required argument: 'mask'."
         ],
-    ),
-    "one of several layers of too few arguments": (
-        lambda: build(
-            layer=[MODEL.layer, lambda w, x: x, *[MODEL.layer] * 2],
-            params=PARAMS | {"layers": [LAYER] * 4},
-        ),
-        ["Model.layer[1] cannot be called as layer(layer_params, x, microbatch, rng): too many"],
     ),
     "a stateful layer without a state": (
         lambda: build(stateful=True),
@@ -188,25 +174,9 @@ MISTAKES = {
         lambda: step(layer=drops),
         ["Layer 0 needs a random key, but rng=None", "with rng=jax.random.key("],
     ),
-    "noise in the embedding without a key": (
-        lambda: step(embed=lambda outer, batch, rng: jax.random.normal(rng, (2, 4))),
-        ["Model.embed needs a random key, but rng=None"],
-    ),
-    "noise in the loss without a key": (
-        lambda: step(head_loss=lambda outer, x, batch, rng: jax.random.uniform(rng)),
-        ["Model.head_loss needs a random key, but rng=None"],
-    ),
     "a number for a key": (
         lambda: step(layer=drops, rng=0),
         ["rng is int32[]; it must be one random key, such as jax.random.key(0)."],
-    ),
-    "several keys for one": (
-        lambda: step(layer=drops, rng=jax.eval_shape(lambda: jax.random.split(jax.random.key(0)))),
-        ["rng is key<fry>[2]; it must be one random key"],
-    ),
-    "an asynchronous pipeline without a key": (
-        lambda: asynchronous(at_init=None, at_step=None, layer=drops),
-        ["Layer 0 needs a random key, but rng=None"],
     ),
     "an asynchronous pipeline with a key at first": (
         lambda: asynchronous(at_init=KEY, at_step=None, layer=drops),
@@ -215,10 +185,6 @@ MISTAKES = {
             "If `init` was given a key, pass every `step` one of its own, such as "
             "rng=jax.random.fold_in(key, number)",
         ],
-    ),
-    "an asynchronous pipeline with a key later": (
-        lambda: asynchronous(at_init=None, at_step=KEY),
-        ["rng is key<fry>[]; nothing is expected there.", "if it was not, pass none."],
     ),
     # Parameters.
     "integer parameters": (
@@ -238,26 +204,6 @@ MISTAKES = {
             "a parameter that `trainable` leaves out",
         ],
     ),
-    "such scales by another name": (
-        lambda: build(params=PARAMS | {"head": SCALES}),
-        ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_amax_history'] is overwr"],
-    ),
-    "one of such scales that is trained": (
-        lambda: jaxpipe.Pipeline(
-            MODEL,
-            PARAMS | {"head": SCALES},
-            schedule="1f1b",
-            mesh=jaxpipe.make_mesh(stage=2),
-            trainable=["layers/*", "*/input_scale"],
-        ),
-        ["params['head']['Dense_0']['Fp8DirectDotGeneralOp_0']['input_scale'] is overwritten"],
-    ),
-    "such scales as states": (
-        lambda: jaxpipe.Pipeline(
-            MODEL, PARAMS, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), states=[SCALES] * 4
-        ),
-        ["states[0]['Dense_0']['Fp8DirectDotGeneralOp_0']['input_amax_history'] is overwritten"],
-    ),
     "such scales in a module": (
         lambda: nnx_model([nnx.eval_shape(float8_module)]),
         ["layers[0].Dense_0.Fp8DirectDotGeneralOp_0.input_scale is overwritten with its gradient"],
@@ -276,14 +222,6 @@ MISTAKES = {
     "trees of layers for one function": (
         lambda: build(params=PARAMS | {"layers": [LAYER] * 4}),
         ["params['layers'] is a list and Model.layer is not", "jnp.stack(w)", "4 functions"],
-    ),
-    "canonical parameters for a step": (
-        lambda: jax.eval_shape(build().value_and_grad, PARAMS, BATCH),
-        ["placed is in canonical order, not placed; call `pipe.place` first."],
-    ),
-    "parameters without a part to place": (
-        lambda: place({key: PARAMS[key] for key in ("embed", "layers")}),
-        ["params['head'] is missing; expected float32[4, 1]."],
     ),
     "layers alone to place": (
         lambda: place(PARAMS["layers"]),
@@ -323,29 +261,9 @@ MISTAKES = {
         lambda: build().value_and_grad(build().placed_params, ON_ONE),
         ["batch['x'] has been put on the devices [0]", "`jax.device_put(batch, pipe.batch_shar"],
     ),
-    "such a batch for a training step": (
-        lambda: build().train_step(optax.sgd(0.1))(build().placed_params, (), ON_ONE),
-        ["batch['y'] has been put on the devices [0]"],
-    ),
-    "a tensor for a training step": (
-        lambda: build().train_step(optax.sgd(0.1))(build().placed_params, (), {"x": Tensor()}),
-        ["batch['x'] is a Tensor, not an array of JAX or NumPy"],
-    ),
-    "a scalar in the batch": (
-        lambda: step(batch=BATCH | {"temperature": 2.0}),
-        ["batch['temperature'] is float32[]; expected an array whose first dimension is rows."],
-    ),
     "a key that the embedding reads and the batch lacks": (
         lambda: step(batch={"inputs": BATCH["x"], "y": BATCH["y"]}),
         ["Model.embed reads the key 'x', which is missing.", "microbatch: {'inputs': float32[2, 3"],
-    ),
-    "a key that the loss reads and the batch lacks": (
-        lambda: step(batch={"x": BATCH["x"]}),
-        ["Model.head_loss reads the key 'y', which is missing.", "microbatch: {'x': float32[2, 3]"],
-    ),
-    "a key that a layer reads and the batch lacks": (
-        lambda: step(layer=lambda w, x, batch, rng: x * batch["mask"]),
-        ["Layer 0 reads the key 'mask', which is missing."],
     ),
     # Schedules and meshes.
     "an unknown schedule, and no microbatch": (
@@ -356,10 +274,6 @@ MISTAKES = {
             "microbatches=0 must be at least 1.",
             "zero='3' is not a level.",
         ],
-    ),
-    "no schedule": (
-        lambda: build(schedule=None, zero=4),
-        ["schedule is a NoneType; it must be a Schedule", '"1f1b"', "zero=4 is not a level."],
     ),
     "the name of an asynchronous method": (
         lambda: build(schedule="pipemare"),
@@ -375,6 +289,14 @@ MISTAKES = {
         ),
         ["microbatches=8 is for a schedule that is given by its name", "leave it out, 4."],
     ),
+    "replicas that do not divide the data shards": (
+        lambda: jaxpipe.make_mesh(stage=2, data=4, replica=3),
+        ["replica=3 does not divide data=4.\nNearest valid: 1, 2, 4"],
+    ),
+    "a size of a mesh that is no whole number": (
+        lambda: jaxpipe.make_mesh(stage=2, data=2.0),
+        ["data=2.0 must be a whole number of at least 1."],
+    ),
     "a number for a mesh": (
         lambda: build(mesh=2),
         ["mesh is 2; it must be a mesh, such as jaxpipe.make_mesh returns."],
@@ -384,17 +306,9 @@ MISTAKES = {
         lambda: jaxpipe.nnx.functional(Linen()),
         ["Linen", "no flax nnx module: a linen module is a pure function already", "module.apply("],
     ),
-    "linen layers": (
-        lambda: jaxpipe.nnx.stack(lambda rngs: Linen(), num_layers=2, rngs=None),
-        ["no flax nnx module: a linen module is a pure function already"],
-    ),
     "a class of modules": (
         lambda: jaxpipe.nnx.functional(nnx.Linear),
         ["no flax nnx module: give an instance, such as Linear(..., rngs=nnx.Rngs(0))."],
-    ),
-    "a function for a module": (
-        lambda: jaxpipe.nnx.functional(mean),
-        ["no flax nnx module: a pure function of parameters and input needs no conversion."],
     ),
 }
 
@@ -407,23 +321,61 @@ def test_a_mistake_is_refused_with_its_remedy(mistake):
         assert text in found
 
 
+OPTIONS = [
+    (
+        "stacked",
+        {"weights": "rows"},
+        "weights='rows' is no layout; choose one of stacked, unrolled",
+    ),
+    (
+        *("tuple", {"weights": "unrolled"}),
+        "weights='unrolled' needs layers that are alike, and these are a tuple",
+    ),
+    ("stacked", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
+    ("stacked", {"zero": 3, "weight_slots": 0}, "weight_slots=0 holds no chunk.\nNearest valid: 1"),
+    ("stacked", {"weight_slots": "2"}, "weight_slots='2' holds no chunk."),
+    ("stacked", {"layer_counts": 4}, "layer_counts=4 is no sequence of numbers."),
+    ("stacked", {"schedule": "chimera"}, "'chimera' can only be simulated: it needs 2 copies"),
+    # The dtype that layers compute in.
+    (
+        *("stacked", {"compute_dtype": "bf17"}),
+        "compute_dtype='bf17' is no dtype.\nNearest valid: 'bfloat16'",
+    ),
+    ("stacked", {"compute_dtype": "int8"}, "compute_dtype='int8' is not floating point"),
+    ("stacked", {"compute_dtype": "float32"}, "compute_dtype='float32' is as wide as the layers'"),
+    ("stacked", {"full_precision": "*bias*"}, "full_precision needs compute_dtype"),
+    (
+        *("stacked", {"compute_dtype": "bfloat16", "full_precision": "*norm*"}),
+        "full_precision: '*norm*' is the path of no parameter",
+    ),
+    # What is trained.
+    ("stacked", {"trainable": "lora"}, "'lora' is the path of no parameter.\nPaths: embed/"),
+    ("stacked", {"trainable": ["head/*", "lora_*"]}, "'lora_*' is the path of no parameter.\n"),
+    ("stacked", {"trainable": lambda path, leaf: False}, "chooses none of the parameters"),
+    ("stacked", {"trainable": [True]}, "trainable is [True]; give a pattern of paths"),
+    (
+        *("stacked", {"trainable": lambda path: True}),
+        "trainable('embed/positions', float32[5, 8]) raised TypeError: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "options", "message"), OPTIONS)
+def test_an_option_that_does_not_fit_is_refused(layout, options, message):
+    options = {"schedule": "1f1b", "zero": 0, "mesh": jaxpipe.make_mesh(stage=2)} | options
+    assert message in compilations.refusal(toys.pipeline, layout=layout, **options)
+
+
 @pytest.mark.parametrize(
     ("call", "found"),
     [
         (lambda: jaxpipe.make_mesh(stages=2), "make_mesh has no stages. It takes by name: stage,"),
-        (lambda: jaxpipe.make_mesh(2), "make_mesh has no 2. It takes by name"),
         (lambda: jaxpipe.make_mesh(data=2), "make_mesh needs the number of stages. It takes"),
     ],
 )
 def test_a_mesh_says_which_axes_it_has(call, found):
     with pytest.raises(TypeError, match=found):
         call()
-
-
-@pytest.mark.parametrize("size", ["2", 2.0, np.ones(2)])
-def test_sizes_of_a_mesh_are_whole_numbers(size):
-    with pytest.raises(ValueError, match=r"data=.* must be a whole number of at least 1\."):
-        jaxpipe.make_mesh(stage=2, data=size)
 
 
 def values(tree):

@@ -1,4 +1,4 @@
-"""Whole models of flax nnx modules, in a pipeline and back."""
+"""flax nnx modules as pure functions, and whole models of them, in a pipeline and back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from flax import nnx
 
 import jaxpipe
 from jaxpipe import testing
+from jaxpipe.nnx import functional, stack, stateful
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import split_layer
 
 VOCAB, WIDTH, DEPTH = 7, 4, 4
 
@@ -51,10 +54,92 @@ class Net(nnx.Module):
         return self.table.attend(self.norm(x))
 
 
+# A module as a function.
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(1), (3, WIDTH))
+
+
+def test_without_a_key_it_is_the_deterministic_module_which_is_left_as_it_was(x):
+    module = Block(rngs=nnx.Rngs(0))
+    apply, params = functional(module)
+    assert not module.dropout.deterministic
+    assert set(params) == {"up", "down"}
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    actual = apply(params, x)
+    module.eval()
+    np.testing.assert_array_equal(actual, module(x))
+
+
+def test_randomness_depends_on_the_key_alone(x):
+    apply, params = functional(Block(rngs=nnx.Rngs(0)))
+    first = apply(params, x, rng=jax.random.key(5))
+    np.testing.assert_array_equal(first, apply(params, x, rng=jax.random.key(5)))
+    np.testing.assert_array_equal(first, jax.jit(apply)(params, x, rng=jax.random.key(5)))
+    np.testing.assert_array_equal(first, apply(params, x, rng=jax.random.PRNGKey(5)))
+    assert not np.array_equal(first, apply(params, x, rng=jax.random.key(6)))
+
+
+def test_running_statistics_are_refused_by_name():
+    module = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"BatchNorm keeps state.*mean \(BatchStat\).*GroupNorm"):
+        functional(module)
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_only_in_evaluation_does_a_batch_norm_read_its_statistics(x, training, remat):
+    apply, params, state = stateful(Block(rngs=nnx.Rngs(0), norm=True))
+
+    def layer(params, x, state):
+        return apply(params, state, x, train=training)
+
+    split = split_layer(layer, params, x, state=state, remat=remat)
+    assert split.reads_state is not training
+
+
+def test_running_statistics_are_those_of_the_module(x):
+    apply, params, state = stateful(Block(rngs=nnx.Rngs(0), norm=True))
+    assert jax.tree.map(jnp.shape, state) == {"norm": {"mean": (WIDTH,), "var": (WIDTH,)}}
+    assert set(params) == {"up", "down", "norm"}
+    assert stateful(Block(rngs=nnx.Rngs(0)))[2] == {}
+    module = nnx.view(Block(rngs=nnx.Rngs(0), norm=True), deterministic=True)
+    for scale in (1.0, 3.0):
+        y, state = apply(params, state, scale * x)
+        np.testing.assert_allclose(y, module(scale * x), rtol=1e-6)
+    np.testing.assert_allclose(state["norm"]["mean"], module.norm.mean[...], rtol=1e-6)
+    np.testing.assert_allclose(state["norm"]["var"], module.norm.var[...], rtol=1e-6)
+
+    y, unchanged = apply(params, state, x, train=False)
+    module.eval()
+    np.testing.assert_allclose(y, module(x), rtol=1e-6)
+    chex.assert_trees_all_equal(unchanged, state)
+    dropped, _ = apply(params, state, x, train=False, rng=jax.random.key(5))
+    assert not np.array_equal(dropped, y)
+
+
+def test_stacked_layers_run_as_a_scan(x):
+    apply, layers = stack(lambda rngs: Block(rngs=rngs), num_layers=3, rngs=nnx.Rngs(0))
+    kernels = layers["up"]["kernel"]
+    assert kernels.shape == (3, WIDTH, WIDTH)
+    assert not np.array_equal(kernels[0], kernels[1])
+    y, _ = jax.lax.scan(lambda x, layer: (apply(layer, x), None), x, layers)
+    expected = x
+    for i in range(3):
+        expected = apply(jax.tree.map(lambda leaf, i=i: leaf[i], layers), expected)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"num_layers=0 must be at least 1\.\nNearest valid: 1"):
+        stack(lambda rngs: Block(rngs=rngs), num_layers=0, rngs=nnx.Rngs(0))
+
+
+# Whole models.
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("layer_idx", [0, 1]),
         ("window", [(1, 2), (2, 2)]),
         ("activation", [nnx.relu, nnx.gelu]),
         ("dtype", [jnp.float32, jnp.bfloat16]),
@@ -77,14 +162,6 @@ def test_layers_that_differ_in_an_attribute_alone_say_so(name, values, caplog):
     converted = jaxpipe.nnx.model({}, layers=layers, **functions)
     assert isinstance(converted.params["layers"], dict)
     assert not caplog.text
-
-
-def test_an_attribute_that_only_some_layers_have_is_named(caplog):
-    layers = [Block(rngs=nnx.Rngs(n)) for n in range(2)]
-    layers[1].up.layer_idx = 1
-    functions = {"embed": lambda net, batch: batch["x"], "loss": lambda net, x, batch: x.mean()}
-    jaxpipe.nnx.model({}, layers=layers, **functions)
-    assert "differ in up.layer_idx, so that" in caplog.text
 
 
 def embed(net, batch):
@@ -147,7 +224,7 @@ def test_loss_and_gradients_are_those_of_the_module(make):
     chex.assert_trees_all_close(got, expected_gradients, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Block, different])
 def test_a_pipeline_with_dropout_gives_what_the_model_gives_alone(make):
     model, params, _ = convert(Net(rngs=nnx.Rngs(0), make=make))
@@ -155,6 +232,10 @@ def test_a_pipeline_with_dropout_gives_what_the_model_gives_alone(make):
     testing.assert_matches_unpipelined(
         model, params, batch(), rng=jax.random.key(3), schedules=["zb-v"], meshes=[mesh]
     )
+
+
+def test_dropout_depends_on_the_key():
+    model, params, _ = convert(Net(rngs=nnx.Rngs(0)))
     kept = jaxpipe.unpipelined.loss(model, params, batch())
     dropped = [
         jaxpipe.unpipelined.loss(model, params, batch(), jax.random.key(seed)) for seed in (1, 1, 2)
@@ -169,7 +250,8 @@ def test_running_statistics_come_back_into_the_modules():
     model, params, states = convert(net)
     assert model.stateful
     assert jax.tree.map(jnp.shape, states) == ({"norm": {"mean": (4,), "var": (4,)}},) * DEPTH
-    testing.assert_matches_unpipelined(model, params, batch(), states=states, schedules=["1f1b"])
+    given = {"schedules": ["1f1b-fused"], "meshes": [jaxpipe.make_mesh(stage=2, data=2)]}
+    testing.assert_matches_unpipelined(model, params, batch(), states=states, **given)
     # One microbatch renews the statistics as the module in training does.
     _, new = jaxpipe.unpipelined.loss(model, params, batch(), states=states)
     trained = nnx.clone(net)

@@ -159,19 +159,6 @@ def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(hosts,
         assert spent[Use.TRANSFERS] == pytest.approx(max(0.0, gather - between))
 
 
-def test_a_group_uses_the_ports_of_all_its_gpus_on_a_host():
-    """Two of each host send over two ports, and a device only waits for messages of its own."""
-    program = HloProgram(PROGRAM.replace("{{0,1},{1,2}}", "{{0,1},{2,3}}"))
-    two, none = (
-        Roofline(program, WEIGHTS, hosts, device=2).links()
-        for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
-    )
-    nvlink, network = PEAKS["nvlink"].value, PEAKS["network"].value
-    assert two == pytest.approx((1 / nvlink, 3 / (2 * network)))
-    assert none == pytest.approx((1 / nvlink, 3 / network))
-    assert Roofline(program, WEIGHTS, (0, 1, 1, 1), device=0).links()[0] == 1 / network
-
-
 def test_a_loop_takes_its_trips_and_a_launch_for_every_question_whether_to_go_on():
     none, three = seconds(layers=0, met=0), seconds(layers=3, met=0)
     product = 2 * (32 * 64 + 64 * 256 + 32 * 256) / PEAKS["memory"].value
@@ -186,17 +173,6 @@ def test_the_host_waits_for_loops_that_communicate():
     without = seconds(layers=5, met=0)[Use.TRANSFERS]
     message = 2 * 8192 / PEAKS["nvlink"].value
     assert once[Use.TRANSFERS] - without == pytest.approx(message)
-
-
-def test_of_messages_that_the_table_chooses_from_the_longest_counts():
-    loop = next(line for line in PROGRAM.splitlines() if "%met =" in line)
-    choice = "conditional(%at, %message, %message), branch_computations={%nothing, %meeting}"
-    program = HloProgram(PROGRAM.replace(loop.split("} ")[1], choice))
-    spent = Roofline(program, WEIGHTS).run("main", lambda row: 5)
-    assert spent[Use.WAITS] == pytest.approx(WAIT.value)
-    once = seconds(layers=5, met=1)
-    for use in (Use.TRANSFERS, Use.LAUNCHES):
-        assert spent[use] == pytest.approx(once[use] - (use is Use.LAUNCHES) * LAUNCH.value)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +222,6 @@ def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says():
     assert runs("enter") == runs("leave") == runs("embed_gradient") == 2 * 4
     assert runs("gather/chunk0") + runs("gather/chunk1") == sum(table.gathers.counts)
     assert runs("reduce") == 2 * sum(table.reduces.counts)
-
-
-def test_a_loop_without_a_name_is_an_error():
-    table = lower(catalog.build("1f1b", stages=2, microbatches=2), [1, 1])
-    with pytest.raises(ValueError, match="How often"):
-        modelled_steps.Trips(table, 0, 0)(loop("nameless"))
 
 
 def test_a_loop_is_of_the_tick_that_it_stands_in():

@@ -173,25 +173,6 @@ def test_executes_with_late_messages_as_on_gpus(monkeypatch):
     assert pipe.table.gathers.counts == pipe.table.reduces.counts == (2,) * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_executes_everywhere(name):
-    grid = itertools.product((2, 4), (1, 4, 7), ((1, 0), (2, 3)))
-    for stages, microbatches, (data, zero) in grid:
-        sizes = {"stage": stages, "data": data}
-        toys.check("untied", name, sizes, zero=zero, remat="full", microbatches=microbatches)
-
-
-def test_no_slot_is_refused():
-    with pytest.raises(ValueError, match=r"weight_slots=0 holds no chunk.\nNearest valid: 1"):
-        toys.check("tied", "zb-v", {"stage": 4, "data": 2}, zero=3, weight_slots=0)
-
-
-def test_a_schedule_with_two_copies_of_the_weights_is_only_simulated():
-    with pytest.raises(ValueError, match=r"'chimera' can only be simulated: it needs 2 copies"):
-        toys.check("tied", "chimera", {"stage": 2}, microbatches=2)
-
-
 def test_messages_of_an_asynchronous_pipeline_are_never_late(monkeypatch):
     start, (batch,) = asynchronous_toy.params(layers=3, tied=True), minibatches(1, 4)
 

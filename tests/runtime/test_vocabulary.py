@@ -61,23 +61,6 @@ def test_devices_exchange_rows_of_the_dtype_that_is_asked_for(mesh, case):
     assert ":bf16[3,5,6] = psum[" in traced
 
 
-def test_cross_entropy_is_log_softmax_of_the_real_rows(case):
-    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
-
-    def plain(x, table):
-        scores = jax.nn.log_softmax(x @ table[:VOCAB].T)
-        return -jnp.take_along_axis(scores, case["targets"][..., None], axis=-1).mean()
-
-    def fused(x, table):
-        return cross_entropy(x, table, case["targets"], vocab_size=VOCAB)
-
-    expected, expected_grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(x, case["head"])
-    loss, grads = jax.jit(jax.value_and_grad(fused, argnums=(0, 1)))(x, case["head"])
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    for grad, wanted in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_split_gradients_equal_whole_gradients(mesh, case, tied):
     params = {"table": case["table"], "mix": case["mix"]}
@@ -110,9 +93,12 @@ def test_split_gradients_equal_whole_gradients(mesh, case, tied):
 
 
 @pytest.mark.parametrize("axis", [None, "stage"])
-@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, None), (0.1, None), (0.1, 2.0)])
-def test_bias_weights_smoothing_and_cap_follow_their_formula(mesh, case, smoothing, cap, axis):
-    """Some targets of weight 0 are no rows at all, as padding marks are.
+@pytest.mark.parametrize(
+    ("vocab", "smoothing", "cap"), [(VOCAB, 0.0, None), (VOCAB, 0.1, 2.0), (5, 0.1, None)]
+)
+def test_loss_and_gradients_follow_their_formula(mesh, case, vocab, smoothing, cap, axis):
+    """Some targets of weight 0 are no rows at all, as padding marks are. With a vocabulary of five,
+    two slices are nothing but padding. Half the loss has half a cotangent.
 
     The formula is computed in float64. The cap leaves tanh unsaturated: near 1, its slope is the
     difference of nearly equal float32 numbers, on some processors more than 1e-7 off.
@@ -120,18 +106,18 @@ def test_bias_weights_smoothing_and_cap_follow_their_formula(mesh, case, smoothi
     x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
     bias = jnp.concatenate([jnp.linspace(-1, 1, VOCAB), jnp.full(PADDED - VOCAB, 50.0)])
     weights = jnp.array([[1, 2, 0, 0, 1], [0] * 5, [0.5, 0, 1, 1, 0]])
-    targets = jnp.where(weights == 0, jnp.array([-1, 0, 1, 15, 99]), case["targets"])
+    targets = jnp.where(weights == 0, jnp.array([-1, 0, 1, 15, 99]), case["targets"] % vocab)
 
     def explicit(x, table, bias):
-        scores = x @ table[:VOCAB].T + bias[:VOCAB]
+        scores = x @ table[:vocab].T + bias[:vocab]
         scores = jax.nn.log_softmax(scores if cap is None else cap * jnp.tanh(scores / cap))
-        wanted = (1 - smoothing) * jax.nn.one_hot(targets, VOCAB) + smoothing / VOCAB
-        return -jnp.sum(weights * (wanted * scores).sum(axis=-1)) / weights.sum()
+        wanted = (1 - smoothing) * jax.nn.one_hot(targets, vocab) + smoothing / vocab
+        return -0.5 * jnp.sum(weights * (wanted * scores).sum(axis=-1)) / weights.sum()
 
     def fused(x, table, bias):
-        options = {"weights": weights, "label_smoothing": smoothing, "vocab_size": VOCAB}
+        options = {"weights": weights, "label_smoothing": smoothing, "vocab_size": vocab}
         options["soft_cap"] = cap
-        return cross_entropy(x, table, targets, bias=bias, axis=axis, **options)
+        return 0.5 * cross_entropy(x, table, targets, bias=bias, axis=axis, **options)
 
     run = jax.value_and_grad(fused, argnums=(0, 1, 2))
     if axis is not None:
@@ -158,25 +144,6 @@ def test_no_weight_at_all_is_no_loss_and_no_gradient(case):
     np.testing.assert_array_equal(grad, 0)
 
 
-def test_a_slice_of_nothing_but_padding_is_harmless(mesh, case):
-    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
-    targets = case["targets"] % 5
-
-    def loss(x, table, axis):
-        return cross_entropy(x, table, targets, vocab_size=5, axis=axis)
-
-    split = split_run(
-        mesh,
-        lambda x, table: jax.value_and_grad(loss)(x, table, "stage"),
-        (P(), P("stage")),
-        (P(), P()),
-    )
-    value, grad = split(x, case["head"])
-    expected, expected_grad = jax.value_and_grad(loss)(x, case["head"], None)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-7)
-
-
 def test_large_logits_do_not_overflow(case):
     loss = cross_entropy(
         1e4 * jnp.ones((3, 5, WIDTH)), case["table"], case["targets"], vocab_size=VOCAB
@@ -192,15 +159,6 @@ def test_bfloat16_inputs_keep_float32_loss_and_table_gradient(case):
 
     value, (dx, dtable) = jax.value_and_grad(loss, argnums=(0, 1))(x, case["head"])
     assert (value.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-
-
-def test_backward_scales_with_the_cotangent(case):
-    x = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
-
-    def loss(x, factor):
-        return factor * cross_entropy(x, case["head"], case["targets"], vocab_size=VOCAB)
-
-    np.testing.assert_allclose(jax.grad(loss)(x, 3.0), 3 * jax.grad(loss)(x, 1.0), rtol=1e-6)
 
 
 def test_the_logits_are_computed_once(case):

@@ -58,7 +58,7 @@ def row(clocks: Timelines, sizes: StageBytes | None = None) -> Summary:
     )
 
 
-def figure(rows: Sequence[Summary], title: str) -> str:
+def comparison_figure(rows: Sequence[Summary], title: str) -> str:
     """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:

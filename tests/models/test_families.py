@@ -1,0 +1,198 @@
+"""What holds for every model family: published sizes, the first loss, dropout, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from batches import batch_of
+
+import jaxpipe
+from models import bert, gpt, resnet, transformer
+from models.bert import BERTConfig
+from models.gpt import GPTConfig
+from models.resnet import ResNetConfig
+from models.transformer import TransformerConfig
+from models.translate import greedy
+
+SHAPE = {"vocab_size": 61, "sequence_length": 12, "width": 16, "num_heads": 4}
+GPT = GPTConfig(**SHAPE, num_layers=2, num_kv_heads=2)
+BERT = BERTConfig(**SHAPE, num_layers=1, mlp_width=32)
+TRANSFORMER = TransformerConfig(
+    **SHAPE, num_encoder_layers=1, num_decoder_layers=1, mlp_width=32, label_smoothing=0.0
+)
+IMAGENET = {"num_classes": 1000, "style": "imagenet"}
+
+
+def configuration(name: str) -> GPTConfig:
+    return GPTConfig(**yaml.safe_load(pathlib.Path(f"configs/{name}.yaml").read_text())["model"])
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "count", "off"),
+    [
+        (gpt, GPTConfig.gpt2_124m(), 124_439_808, 0),
+        (gpt, GPTConfig.llama_7b(), 6_738_415_616, 0),
+        (gpt, configuration("llama-7b"), 6_738_415_616, 0),
+        (gpt, configuration("llama3-8b"), 8_030_261_248, 0),
+        (gpt, configuration("qwen3-8b"), 8_190_735_360, 0),
+        (gpt, configuration("gemma2-9b"), 9_241_705_984, 0),
+        (gpt, configuration("mixtral-8x7b"), 46_702_792_704, 0),
+        # Devlin et al. 2019, section 3.
+        (bert, BERTConfig.base(), 110e6, 0.012),
+        (bert, BERTConfig.large(), 340e6, 0.012),
+        # Vaswani et al. 2017, table 3; the paper does not say what its counts include.
+        (transformer, TransformerConfig.base(), 65e6, 0.03),
+        (transformer, TransformerConfig.big(), 213e6, 0.03),
+        # He et al. 2016, table 6.
+        (resnet, ResNetConfig(depth=20, num_classes=10), 0.27e6, 0.02),
+        (resnet, ResNetConfig(depth=56, num_classes=10), 0.85e6, 0.01),
+        # As torchvision documents them.
+        (resnet, ResNetConfig(depth=18, norm="batch", **IMAGENET), 11_689_512, 0),
+        (resnet, ResNetConfig(depth=50, **IMAGENET), 25_557_032, 0),
+    ],
+)
+def test_sizes_are_those_published(module, config, count, off):
+    assert module.num_parameters(config) == pytest.approx(count, rel=off, abs=0)
+
+
+def test_the_configuration_of_llama_7b_is_that_of_the_published_model():
+    """Touvron et al. 2023, table 2; the epsilon stands in its ``params.json`` alone."""
+    config = configuration("llama-7b")
+    assert (config.sequence_length, config.num_layers, config.num_heads) == (2048, 32, 32)
+    assert (config.width, config.mlp_width, config.tied) == (4096, 11008, False)
+    assert (config.norm_epsilon, config.rope_theta) == (1e-6, 1e4)
+
+
+def bert_logits(config, params, batch):
+    return bert.logits(config, params, batch), bert.next_sentence_logits(config, params, batch)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("module", "config", "logits"),
+    [
+        (gpt, GPT, lambda c, params, batch: gpt.logits(c, params, batch["tokens"])),
+        (bert, dataclasses.replace(BERT, next_sentence=True), bert_logits),
+        (
+            transformer,
+            TRANSFORMER,
+            lambda c, w, batch: transformer.logits(c, w, batch["source"], batch["target"]),
+        ),
+    ],
+)
+def test_parameters_logits_and_losses_are_float32(module, config, logits, dtype):
+    config, batch = dataclasses.replace(config, dtype=dtype), batch_of(config, 3)
+    if module is not bert:
+        batch = {name: rows[:, : config.sequence_length] for name, rows in batch.items()}
+    params = jax.eval_shape(functools.partial(module.init, config), jax.random.key(0))
+    assert set(params) == {"embed", "layers", "head"}
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    x = jax.eval_shape(lambda params: module.model(config).embed(params, batch, None), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(x)} == {jnp.dtype(dtype)}
+    scores = jax.tree.leaves(jax.eval_shape(functools.partial(logits, config), params, batch))
+    assert scores[0].shape == (3, config.sequence_length, config.vocab_size)
+    assert {leaf.dtype for leaf in scores} == {jnp.dtype("float32")}
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("module", "config"), [(gpt, GPT), (bert, BERT), (transformer, TRANSFORMER)]
+)
+def test_the_first_loss_is_a_uniform_guess_and_dropout_depends_on_the_key_alone(module, config):
+    params = jax.jit(functools.partial(module.init, config))(jax.random.key(0))
+    batch = batch_of(config, 16)
+
+    plain, dropping = (
+        jax.jit(functools.partial(jaxpipe.unpipelined.loss, module.model(given)))
+        for given in (config, dataclasses.replace(config, dropout=0.3))
+    )
+    first, again, other = (dropping(params, batch, jax.random.key(k)) for k in (1, 1, 2))
+    assert first == again != other
+    loss = plain(params, batch)
+    np.testing.assert_allclose(dropping(params, batch), loss, rtol=1e-6)
+    if module is not transformer:  # whose embedding is large
+        np.testing.assert_allclose(loss, math.log(config.vocab_size), rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (
+            lambda: dataclasses.replace(GPT, num_heads=5, norm="batch", dropout=1.0),
+            [
+                "num_heads=5 must divide width=16.\nNearest valid: 4, 8.",
+                "num_kv_heads=2 must divide num_heads=5.\nNearest valid: 1, 5.",
+                "norm='batch' must be one of: rms, layer.",
+                "dropout=1.0",
+            ],
+        ),
+        (
+            lambda: dataclasses.replace(GPT, global_every=2, rope_low_freq_factor=2.0),
+            [
+                "global_every=2 has no effect without window.",
+                "rope_low_freq_factor=2.0 has no effect without rope_original_length.",
+            ],
+        ),
+        (lambda: dataclasses.replace(GPT, head_size=3), ["head_size=3 is odd", "valid: 2, 4."]),
+        (lambda: dataclasses.replace(GPT, width=12), ["heads of 3", "Nearest valid: 8, 16."]),
+        (lambda: dataclasses.replace(GPT, num_layers=0), ["num_layers=0 must be at least 1"]),
+        (
+            lambda: dataclasses.replace(BERT, num_heads=3, dropout=-0.1, dtype="float16"),
+            [
+                "num_heads=3 must divide width=16.\nNearest valid: 2, 4.",
+                "dropout=-0.1",
+                "dtype='float16' must be one of: float32, bfloat16.",
+            ],
+        ),
+        (
+            lambda: dataclasses.replace(TRANSFORMER, dropout=1.0, end_id=1, pad_id=61),
+            ["dropout=1.0", "pad_id=61 must be in [0, vocab_size=61).", "must all differ"],
+        ),
+        (
+            lambda: ResNetConfig(depth=21, num_classes=0, norm="layer"),
+            [
+                "depth=21 must be 6 n + 2 for style='cifar'",
+                "Nearest valid: 20, 26.",
+                "num_classes=0 must be at least 1",
+                "norm='layer' must be one of: group, batch.",
+            ],
+        ),
+        (lambda: ResNetConfig(depth=20, **IMAGENET), ["depth=20 must be one of 18, 34, 50, 101"]),
+        (
+            lambda: ResNetConfig(depth=20, num_classes=5, num_groups=5),
+            ["num_groups=5 must divide width=16.", ": 4, 8."],
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_with_all_that_is_wrong(make, texts):
+    with pytest.raises(ValueError, match="=") as error:
+        make()
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_longer_rows_than_the_model_has_positions_for_are_refused():
+    def row(length):
+        return jnp.zeros((1, length), int)
+
+    params = {
+        config: jax.eval_shape(functools.partial(module.init, config), jax.random.key(0))
+        for module, config in ((gpt, GPT), (bert, BERT), (transformer, TRANSFORMER))
+    }
+    for function, *given in (
+        (gpt.logits, GPT, params[GPT], row(14)),
+        (bert.logits, BERT, params[BERT], {"tokens": row(14)}),
+        (transformer.logits, TRANSFORMER, params[TRANSFORMER], row(14), row(2)),
+    ):
+        with pytest.raises(ValueError, match=r"14 inputs per row.*sequence_length=12"):
+            function(*given)
+    with pytest.raises(ValueError, match=r"max_length=13 must be in.*Nearest valid: 12"):
+        greedy(TRANSFORMER, params[TRANSFORMER], row(2), max_length=13)

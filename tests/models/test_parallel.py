@@ -1,0 +1,150 @@
+"""Every model on every kind of mesh: loss, gradients and statistics are those of one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from batches import batch_of
+
+import jaxpipe
+from jaxpipe.schedule import catalog
+from jaxpipe.testing import assert_matches_unpipelined
+from models import bert, gpt, resnet, transformer
+from models.bert import BERTConfig
+from models.gpt import GPTConfig
+from models.resnet import ResNetConfig
+from models.transformer import TransformerConfig
+
+pytestmark = pytest.mark.pipeline
+
+MODULES = {
+    BERTConfig: bert,
+    GPTConfig: gpt,
+    ResNetConfig: resnet,
+    TransformerConfig: transformer,
+}
+SHAPE = {
+    "vocab_size": 19,
+    "sequence_length": 8,
+    "width": 16,
+    "num_heads": 4,
+    "mlp_width": 12,
+    "dropout": 0.2,
+}
+QWEN = GPTConfig(  # devices share the one key head
+    **SHAPE, num_layers=8, num_kv_heads=1, tied=False, qk_norm=True, qkv_bias=True
+)
+MIXTURE = GPTConfig(
+    **SHAPE, num_layers=8, num_experts=4, expert_width=8, balance_loss=0.1, z_loss=0.1
+)
+GEMMA = GPTConfig(
+    **SHAPE, num_layers=8, num_kv_heads=2, activation="geglu", post_norm=True, qk_norm=True,
+    scaled_embedding=True, attention_soft_cap=0.5, logit_soft_cap=0.5, window=3, global_every=2,
+    local_rope_theta=100.0,
+)  # fmt: skip
+DROPPING = {"num_experts": 4, "expert_every": 2, "balance_loss": 0.1, "capacity_factor": 0.5}
+RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
+BERT = BERTConfig(**SHAPE, num_layers=8, next_sentence=True)
+TRANSFORMER = TransformerConfig(**SHAPE, num_encoder_layers=4, num_decoder_layers=4)
+CONFIGS = {
+    "bert": BERT,
+    "transformer": TRANSFORMER,
+    "qwen": QWEN,
+    "gpt2": GPTConfig(
+        **SHAPE, num_layers=8, positions="learned", norm="layer", activation="gelu", bias=True
+    ),
+    "gemma": GEMMA,
+    "gemma-with-experts": dataclasses.replace(GEMMA, **DROPPING),
+    "mixture": MIXTURE,
+    "mixture-between": dataclasses.replace(
+        MIXTURE, expert_every=2, shared_width=4, shared_gate=True, router="sigmoid"
+    ),
+    "resnet": RESNET,
+    "resnet-batch-norm": dataclasses.replace(RESNET, norm="batch"),
+}
+PLAIN = [{"stage": 4, "data": 2}, {"stage": 2, "data": 2}, {"stage": 4, "data": 1}]
+TENSOR = [{"stage": 2, "data": 2, "tensor": 2}, {"stage": 2, "tensor": 2}]
+CONTEXT = [{"stage": 2, "data": 2, "context": 2}, {"stage": 2, "context": 2, "tensor": 2}]
+EXPERT = [
+    *({"stage": 2, "data": 4, "expert": 2}, {"stage": 2, "data": 4, "expert": 4}),
+    {"stage": 2, "data": 4, "expert": 2, "replica": 2},
+]
+# Devices that share tokens have a capacity of their own, and drop others.
+DROPLESS = [{"stage": 2, "data": 2, "expert": 2, axis: 2} for axis in ("tensor", "context")]
+
+
+class Case(NamedTuple):
+    config: Any
+    schedule: str
+    mesh: dict[str, int]
+    zero: int = 0
+    remat: str = "none"
+    weights: str = "stacked"
+
+
+FEW = {
+    "gpt": Case(dataclasses.replace(QWEN, num_layers=2), "1f1b-fused", CONTEXT[1]),
+    "bert": Case(dataclasses.replace(BERT, num_layers=2, dropout=0.0), "1f1b-fused", TENSOR[1]),
+    "transformer": Case(
+        dataclasses.replace(TRANSFORMER, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0),
+        *("1f1b-fused", TENSOR[1]),
+    ),
+    "mixture": Case(
+        dataclasses.replace(MIXTURE, num_layers=2, capacity_factor=0.5),
+        *("1f1b-fused", EXPERT[0], 3),
+    ),
+    "resnet-8-batch-norm": Case(
+        dataclasses.replace(RESNET, depth=8, norm="batch"), "1f1b-fused", {"stage": 2}
+    ),
+}
+
+
+def check(case: Case) -> None:
+    config, module = case.config, MODULES[type(case.config)]
+    shared = [name for name in ("tensor", "context", "expert") if name in case.mesh]
+    axes = {f"{name}_axis": name for name in shared}
+    whole = module.model(config)
+    assert_matches_unpipelined(
+        whole if module is resnet else module.model(config, vocabulary_axis="stage", **axes),
+        jax.jit(functools.partial(module.init, config))(jax.random.key(0)),
+        batch_of(config, 8 * case.mesh.get("data", 1)),
+        schedules=[case.schedule],
+        meshes=[jaxpipe.make_mesh(**case.mesh)],
+        microbatches=4,
+        rng=jax.random.key(2),
+        states=resnet.init_state(config) if whole.stateful else None,
+        reference=functools.partial(jaxpipe.unpipelined.loss, whole),
+        # The bias of keys has no gradient but rounding.
+        floor=0.0 if module is gpt else 1e-3,
+        zero=case.zero,
+        remat=case.remat,
+        weights=case.weights,
+    )
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_results_equal_those_of_the_whole_model(name):
+    check(FEW[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_results_equal_those_of_the_whole_model_everywhere(name):
+    """All schedules, in turn on the meshes that fit the model."""
+    config = CONFIGS[name]
+    meshes = PLAIN + (TENSOR if "resnet" not in name else [])
+    if isinstance(config, GPTConfig):
+        meshes = meshes + CONTEXT + (EXPERT if config.num_experts else [])
+        if config.num_experts and config.capacity_factor is None:
+            meshes = meshes + DROPLESS
+    one_tree = MODULES[type(config)].model(config).layers_are_alike
+    for n, entry in enumerate(catalog.executable()):
+        weights = "unrolled" if one_tree and n % 3 == 0 else "stacked"
+        remat = ("none", "dots", "full")[n // 2 % 3]
+        check(
+            Case(config, entry.name, meshes[n % len(meshes)], (3, 0, 1, 2)[n % 4], remat, weights)
+        )
