@@ -43,8 +43,7 @@ from rich.table import Table
 import jaxpipe
 from benchmarks.modelled_steps import pipeline_step
 from benchmarks.plain_steps import plain_step
-from jaxpipe.planning.calibration import known
-from jaxpipe.planning.devices import DEVICES, Device, Efficiency
+from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
 from jaxpipe.runtime.measure.memory import bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 

@@ -17,7 +17,7 @@ import tyro
 
 from benchmarks import harness
 from benchmarks.studies import common
-from jaxpipe.planning import devices, step
+from jaxpipe.planning import cost, devices
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
@@ -89,7 +89,7 @@ def of_layer(model: ModelSizes, stages: int) -> Costs:
         microbatches=stages, rows=1, remat="none", zero=0, weight_slots=1, weights="unrolled",
     )  # fmt: skip
     placed = Placed(plan, model, devices.cluster(DEVICE, stages, link=LINK))
-    layer, layers = step.layer_costs(placed), model.num_layers / stages
+    layer, layers = cost.layer_costs(placed), model.num_layers / stages
     return Costs(1.0, layer.b / layer.f, layer.w / layer.f, layer.message / (layers * layer.f))
 
 

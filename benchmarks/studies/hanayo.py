@@ -19,7 +19,7 @@ import tyro
 
 from benchmarks import harness
 from benchmarks.studies import common
-from jaxpipe.planning import devices, step
+from jaxpipe.planning import cost, devices
 from jaxpipe.planning.plans import Placed, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
@@ -78,7 +78,7 @@ def timed(placed: Placed) -> Timed:
     """Layers, messages and sums of gradients; embedding and head, equal for all, are left out."""
     plan, copies = placed.plan, 2 if placed.plan.schedule == "chimera-fused" else 1
     order = order_of(plan.schedule, plan.stage, plan.chunks, plan.microbatches)
-    layer, layers = step.layer_costs(placed), placed.model.num_layers / plan.num_chunks
+    layer, layers = cost.layer_costs(placed), placed.model.num_layers / plan.num_chunks
     costs = Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
     sharers = plan.data * copies
     moved = 2 * (sharers - 1) / sharers * 4 * copies * placed.stage_parameters
@@ -91,7 +91,7 @@ def timed(placed: Placed) -> Timed:
         sums,
         STATE_BYTES * copies * placed.stage_parameters
         + max(order.peak_in_flight) * layers * kept
-        + placed.mean("working_set"),
+        + placed.mean("live"),
     )
 
 

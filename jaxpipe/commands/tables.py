@@ -23,8 +23,8 @@ from jaxpipe.commands.options import (
 from jaxpipe.commands.plan import progress_bar
 from jaxpipe.commands.predictions import OnDevices, of_schedules, print_parts
 from jaxpipe.commands.printing import output_console, print_list, print_table, say
-from jaxpipe.planning.candidates import SCHEDULES
-from jaxpipe.planning.found import Found
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.plans import SCHEDULES
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -165,7 +165,7 @@ def compare(
         say(console, f"{name} does not fit: {reason}")
 
 
-def _print_predictions(predictions: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
+def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[str, str]) -> None:
     rows = sorted(predictions.items(), key=lambda item: item[1].step_seconds)
     parts = ("ms of a step", "seconds", 1e3), ("GB of a device", "bytes", 1e-9)
     console = output_console()

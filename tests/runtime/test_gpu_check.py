@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import gpu_check
-from jaxpipe.planning.calibration import find
-from jaxpipe.planning.devices import Device
+from jaxpipe.planning.devices import Device, find
 
 
 def test_its_tables_and_the_device_that_plans_read(tmp_path):
