@@ -127,7 +127,11 @@ class Trainer:
 
 
 def call(*arguments: object) -> Finished:
-    """Runs train.py's command line in this process, and leaves the process as it was."""
+    """Runs train.py's command line in this process.
+
+    Its streams, signals and variables are its own. What it sets to quieten a failed write stays,
+    because errors of one may still come when it has returned.
+    """
     from train import loop, train
 
     out, err = io.StringIO(), io.StringIO()
@@ -136,8 +140,8 @@ def call(*arguments: object) -> Finished:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ),
         mock.patch.object(loop, "Setup", shared_setup),
-        mock.patch.object(sys, "unraisablehook"),
         mock.patch.multiple(log, handlers=[], propagate=log.propagate),
     ):
         status = train.main([str(argument) for argument in arguments])

@@ -89,13 +89,6 @@ def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
         assert capsys.readouterr() == ("", f"{out} is written\n")
 
 
-def test_chimera_is_drawn_with_the_batchs_microbatches_and_peak(capsys):
-    assert main(["show", "chimera", "--stages", "4", "--microbatches", "4"]) == 0
-    out = capsys.readouterr().out
-    assert "chimera, p=4 v=1 m=4, " in out
-    assert "peak in flight, per stage: 3, 4, 4, 3" in out
-
-
 def test_schedules_lists_every_row(capsys):
     assert main(["schedules"]) == 0
     out = capsys.readouterr().out
@@ -235,12 +228,8 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
         "def odd(p, m): return p * m\n"
         "def priced(p, m, *, costs): return gpipe(p, m, fused=costs.f == 7)\n"
         "def any_options(p, m, **options): return gpipe(p, m, fused=options == {'num_chunks': 1})\n"
-        "def one(p): return gpipe(p, 1)\n"
         "def needy(p, m, *, memory_limit): return gpipe(p, m)\n"
-        "def three(p, m): return gpipe(3, m)\n"
         "def strings(p, m): return dataclasses.replace(gpipe(p, m), orders=(('0F0',),) * p)\n"
-        "def floats(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=2.0)\n"
-        "def none(p, m): return dataclasses.replace(gpipe(p, m), orders=None)\n"
         "def raises(p, m):\n"
         "    raise KeyError('no luck')\n"
         "def refused(p, m): return catalog.build('chimera', stages=p, microbatches=m + 1)\n"
@@ -261,22 +250,16 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
         ("their_schedules:odd", "returned int, and must return a Schedule"),
         ("their_schedules:number", "not a function but int"),
         ("their_schedules:nothing", "has no attribute 'nothing'"),
-        ("their_schedules:one", "cannot be called as function(num_stages, num_microbatches): too"),
         ("their_schedules:needy", "missing a required"),
-        ("their_schedules:three", "a schedule of 3 stages and 8 microbatches, and was asked for 4"),
         ("their_schedules:strings", "'0F0' on stage 0 is str, and must be an Action"),
-        ("their_schedules:floats", "num_microbatches=2.0 is float, and must be int"),
-        ("their_schedules:none", "orders is NoneType, and must be a tuple"),
-        ("their_schedules:raises", "their_schedules.py:15: 'no luck'"),
+        ("their_schedules:raises", "their_schedules.py:11: 'no luck'"),
         ("their_schedules:refused", "raised ArgumentError at"),
-        ("their_schedules:refused", "their_schedules.py:16: "),
+        ("their_schedules:refused", "their_schedules.py:12: "),
         ("no_syntax:f", "no_syntax.py:2: invalid syntax"),
         ("no_import:f", f"raised ModuleNotFoundError at {tmp_path / 'no_import.py'}:1: No module"),
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("their_schedules.deeper:f", "No module named 'their_schedules.deeper'"),
         ("builtins:max", "does not say what parameters it has"),
         (":", "is no function Python can import"),
-        (".a:f", "'.a' is not the full name of a module"),
     ):
         assert main(["show", name, *SHAPE]) == 2
         assert expected in capsys.readouterr().err

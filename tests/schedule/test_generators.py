@@ -211,15 +211,6 @@ def test_bubble_of_hanayo(waves, ratio):
     assert max(timeline.peak_in_flight) == 2 * waves * 8
 
 
-def test_the_wave_goes_on_across_units():
-    for p in STAGES:
-        for m in (p, p + 1, 2 * p, 5 * p + 1):
-            schedule = catalog.build("hanayo-fused", stages=p, microbatches=m)
-            assert excess(schedule, Costs(1, 1, 1)) == 2 * (p - 1)
-            schedule = catalog.build("hanayo", stages=p, microbatches=m)
-            assert excess(schedule, Costs(1, 1, 1)) <= (p - 1) / 2 + 2
-
-
 @given(stages, microbatches, st.integers(1, 3), st.sampled_from([1, 1.5, 2, 5]), st.booleans())
 def test_hanayo_runs_under_any_cap_that_holds_a_microbatch(p, m, waves, memory_limit, is_fused):
     name = "hanayo" + "-fused" * is_fused

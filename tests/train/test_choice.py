@@ -127,10 +127,6 @@ def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
     assert configured.read_choice(path, _config(pipeline__weight_slots=2)) is None
 
 
-def test_a_run_from_before_has_no_record(path):
-    assert configured.read_choice(path, _config()) is None
-
-
 @pytest.mark.parametrize(
     "kind", ["missing", "whole", "damaged", "nested", "of other settings", "a folder"]
 )

@@ -320,19 +320,6 @@ def test_changed_pairs_are_noticed(prepared, tmp_path):
         translation.load(tmp_path)
 
 
-def test_changed_messages_are_reported(catalogue, tmp_path):
-    body = "".join(f'msgid "word {name}"\nmsgstr "Wort {name}"\n' for name in "abcdefghij")
-    catalogue.write_text(HEADER + body)
-    options = TranslationOptions(
-        out=tmp_path / "out", catalogues=tmp_path, locales=("xx",), heldout_fraction=0.5
-    )
-    prepare(options)
-    catalogue.write_text(HEADER + body.replace("Wort a", "Wort A"))
-    report = io.StringIO()
-    prepare(options, console=Console(file=report))
-    assert "The messages have changed since; --force prepares them again." in report.getvalue()
-
-
 def test_bleu_is_sacrebleus_by_locale():
     import sacrebleu
 
