@@ -19,7 +19,7 @@ from benchmarks import harness
 from jaxpipe.planning import cost, counting, without_devices
 from jaxpipe.planning.cost import Prediction, Program, grown, least_bytes, table_of
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import Placed, Plan, plans
+from jaxpipe.planning.plans import PlacedPlan, Plan, plans
 from jaxpipe.planning.search import Goal, evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -100,7 +100,7 @@ def best(
         for plan in plans(model, cluster, batches, excluded)
         if not plan.ends
         and allowed(plan)
-        and least_bytes(placed := Placed(plan, model, cluster)) <= cluster.memory_bytes
+        and least_bytes(placed := PlacedPlan(plan, model, cluster)) <= cluster.memory_bytes
     ]
     bounds = {one: _steps(goal, one) * cost.least_seconds(one) for one in fitting}
     found = None
@@ -116,7 +116,7 @@ def best(
     return found
 
 
-def _steps(goal: Goal, placed: Placed) -> float:
+def _steps(goal: Goal, placed: PlacedPlan) -> float:
     return goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
 
 

@@ -20,7 +20,7 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import cost, devices
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
@@ -63,7 +63,7 @@ class Timed:
       memory: bytes on the device that holds the most.
     """
 
-    placed: Placed
+    placed: PlacedPlan
     seconds: float
     sums: float
     memory: float
@@ -74,7 +74,7 @@ class Timed:
         return self.seconds - self.sums
 
 
-def timed(placed: Placed) -> Timed:
+def timed(placed: PlacedPlan) -> Timed:
     """Layers, messages and sums of gradients; embedding and head, equal for all, are left out."""
     plan, copies = placed.plan, 2 if placed.plan.schedule == "chimera-fused" else 1
     order = order_of(plan.schedule, plan.stage, plan.chunks, plan.microbatches)
@@ -97,7 +97,7 @@ def timed(placed: Placed) -> Timed:
 
 def choices(
     method: str, model: ModelSizes, cluster: devices.Cluster, batch: int
-) -> Iterator[Placed]:
+) -> Iterator[PlacedPlan]:
     """Every mesh, number of chunks and microbatch of a method."""
     name, all_chunks = METHODS[method]
     stages = [2**n for n in range(1, 6) if 2**n <= cluster.count]
@@ -112,7 +112,7 @@ def choices(
             stage=p, data=data, context=1, tensor=1, replica=1, schedule=name, chunks=chunks,
             microbatches=m, rows=rows, remat="none", zero=0, weight_slots=1, weights="unrolled",
         )  # fmt: skip
-        yield Placed(plan, model, cluster)
+        yield PlacedPlan(plan, model, cluster)
 
 
 def fitting(

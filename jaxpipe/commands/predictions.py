@@ -14,7 +14,13 @@ from jaxpipe.commands.printing import print_table
 from jaxpipe.files import read_bytes
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import cluster, find
-from jaxpipe.planning.plans import UNROLLED_LAYERS, Offload, Placed, Plan, who_computes_ends
+from jaxpipe.planning.plans import (
+    UNROLLED_LAYERS,
+    Offload,
+    PlacedPlan,
+    Plan,
+    who_computes_ends,
+)
 from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
@@ -147,7 +153,7 @@ def of_schedules(
             continue
         try:
             choices = [
-                predicted(Placed(dataclasses.replace(plan, ends=ends), model, devices))
+                predicted(PlacedPlan(dataclasses.replace(plan, ends=ends), model, devices))
                 for ends in who_computes_ends(model, on.variant, stages)
             ]
         except ArgumentError as error:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
-from jaxpipe.planning.plans import MASTER_BYTES, SCHEDULES, Links, Placed, Plan
+from jaxpipe.planning.plans import MASTER_BYTES, SCHEDULES, Links, PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes, Pass, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import replay, work_of
@@ -43,7 +43,7 @@ from jaxpipe.schedule.lowering.transfers import MoveOptions
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 
-KEPT = ("until_b", "until_w")
+RESIDUALS_KEPT = ("until_b", "until_w")
 """Buffers of residuals, which F fills for B and for W."""
 
 _X_SUMS = 3
@@ -84,7 +84,7 @@ class Prediction(NamedTuple):
       compiled_bytes: bytes of a device, by the compiler; None if it was not compiled.
     """
 
-    placed: Placed
+    placed: PlacedPlan
     seconds: Mapping[str, float]
     bytes: Mapping[str, float]
     steps: float
@@ -174,7 +174,7 @@ class Program:
         return tuple(zip(two, (1 + periods, -periods), strict=True))
 
 
-def program_of(placed: Placed, *, published: bool = False) -> Program:
+def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
     """Finds the program of a plan.
 
     Args:
@@ -262,7 +262,7 @@ Slots = Mapping[str, float]
 "gathers" and "reduces", and layers that are "gathering" and "reducing" while others run."""
 
 
-def device_bytes(placed: Placed, program: Program) -> dict[str, float]:
+def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts bytes by part, on the device that holds the most."""
     table = table_of(program.shorter()[0][0])
     gathers, reduces = table.gathers, table.reduces
@@ -274,7 +274,7 @@ def device_bytes(placed: Placed, program: Program) -> dict[str, float]:
     return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
 
 
-def least_bytes(placed: Placed, program: Program | None = None) -> float:
+def least_bytes(placed: PlacedPlan, program: Program | None = None) -> float:
     """Bounds the bytes from below: without a schedule, or with one without a tick table."""
     plan = placed.plan
     moved = min(plan.weight_slots, plan.chunks)
@@ -283,7 +283,7 @@ def least_bytes(placed: Placed, program: Program | None = None) -> float:
         return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
     share = SCHEDULES[plan.schedule].in_flight
     in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
-    kept = dict.fromkeys(KEPT, plan.chunks * in_flight)
+    kept = dict.fromkeys(RESIDUALS_KEPT, plan.chunks * in_flight)
     crossing = float(not plan.schedule.endswith("-fused"))
     slots = {**kept, "crossing": crossing, "x": 1, "dy": 1, "sent": 0}
     return sum(_bytes(placed, {**slots, **least}).values())
@@ -297,16 +297,16 @@ def _slots_of_order(program: Program) -> Slots:
     def slots(name: str) -> float:
         return grown(program, lambda short: lowering_of(short).num_slots[name])
 
-    names = (*KEPT, "crossing", "x", "dy")
+    names = (*RESIDUALS_KEPT, "crossing", "x", "dy")
     return {name: slots(name) for name in names} | {"sent": len(late)}
 
 
-def _residual_bytes(placed: Placed, slots: Slots) -> float:
+def _residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
     """Counts the bytes of residuals, wherever they lie."""
-    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in KEPT)
+    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in RESIDUALS_KEPT)
 
 
-def _bytes(placed: Placed, slots: Slots) -> dict[str, float]:
+def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     """Counts bytes by part: parameters; weights gathered, or copied in the compute dtype; the state
     of the optimizer; sums of gradients, and what they are reduced to; activations until B or W;
     values from B to W; messages; layers on their way over data; values of the layer, or the logits,
@@ -341,7 +341,7 @@ def _bytes(placed: Placed, slots: Slots) -> dict[str, float]:
     return parts
 
 
-def _moving_bytes(placed: Placed, slots: Slots) -> float:
+def _moving_bytes(placed: PlacedPlan, slots: Slots) -> float:
     """Counts the bytes of layers on their way over data: whole, and as this device's part."""
     plan, both = placed.plan, placed.layer_parameters + placed.layer_part
     gathering = slots["gathering"] * both * placed.model.compute_bytes if plan.zero == 3 else 0.0
@@ -352,7 +352,7 @@ def _moving_bytes(placed: Placed, slots: Slots) -> float:
     return gathering + reducing
 
 
-def _live_bytes(placed: Placed) -> float:
+def _live_bytes(placed: PlacedPlan) -> float:
     """Counts what is live while a layer, with weights cut out of their stack, or the head runs."""
     plan, sizes = placed.plan, placed.sizes
     layer = placed.mean("live")
@@ -361,7 +361,7 @@ def _live_bytes(placed: Placed) -> float:
     return max(layer, _outer_share(placed) * sizes.head_live.at(plan.rows))
 
 
-def _outer_share(placed: Placed) -> float:
+def _outer_share(placed: PlacedPlan) -> float:
     """The share of embedding and head that a device computes."""
     whole = placed.sizes.outer_parameters
     return placed.outer_parameters / whole if whole else 1.0
@@ -380,7 +380,7 @@ class LayerTransfer(NamedTuple):
 _NOTHING = LayerTransfer(0.0, 0.0)
 
 
-def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
+def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
     for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
     plan, layer = placed.plan, layer_costs(placed)
@@ -395,7 +395,7 @@ def step_seconds(placed: Placed, program: Program) -> dict[str, float]:
     return parts | {"update": _update(placed)}
 
 
-def least_seconds(placed: Placed) -> float:
+def least_seconds(placed: PlacedPlan) -> float:
     """Bounds the seconds of a step from below, whatever the schedule."""
     plan, layer = placed.plan, layer_costs(placed)
     # The last stage waits for the first microbatch; where B and W are one, the first stage also
@@ -409,14 +409,14 @@ def least_seconds(placed: Placed) -> float:
     return _layer_seconds(placed, layer) + fill + head + outside
 
 
-def _layer_seconds(placed: Placed, layer: Costs) -> float:
+def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
     """Seconds of a stage's layers in a step."""
     plan = placed.plan
     layers = plan.microbatches * placed.model.num_layers / plan.stage
     return layers * (layer.f + layer.b + layer.w)
 
 
-def _passes(placed: Placed) -> tuple[float, ...]:
+def _passes(placed: PlacedPlan) -> tuple[float, ...]:
     """Times F, B and W of a layer, the mean if they differ, without what the layout of weights
     adds, and embedding and head of a microbatch on one stage."""
     return _passes_of(
@@ -446,14 +446,14 @@ def _passes_of(
     return *means, timed(sizes.head)
 
 
-def layer_costs(placed: Placed) -> Costs:
+def layer_costs(placed: PlacedPlan) -> Costs:
     """Times F, B and W of a layer, the mean if they differ, and a message."""
     plan, cluster = placed.plan, placed.cluster
     f, b, w, _ = _passes(placed)
     copies, sums = _of_weights(placed)
     f, b, w = f + copies, b + copies, w + sums
     if plan.on_host.residuals:
-        until_b, until_w = (placed.mean(name) / cluster.bus for name in KEPT)
+        until_b, until_w = (placed.mean(name) / cluster.bus for name in RESIDUALS_KEPT)
         f, b = f + until_b + until_w, b + until_b + until_w
         w += 0.0 if plan.schedule.endswith("-fused") else until_w
     sent = 0.0
@@ -462,7 +462,7 @@ def layer_costs(placed: Placed) -> Costs:
     return Costs(f, b, w, sent)
 
 
-def _of_weights(placed: Placed) -> tuple[float, float]:
+def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
     """Times cutting a layer's weights out of their stack, for F and for B, and adding a gradient.
 
     Unrolled weights are read where they lie, and their gradients added within the matmul
@@ -474,7 +474,7 @@ def _of_weights(placed: Placed) -> tuple[float, float]:
     return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
 
 
-def transfer(placed: Placed) -> LayerTransfer:
+def transfer(placed: PlacedPlan) -> LayerTransfer:
     """Times gathering a layer's weights over data, and reducing its gradient."""
     plan, size, part = placed.plan, placed.layer_parameters, placed.layer_part
     latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
@@ -486,7 +486,7 @@ def transfer(placed: Placed) -> LayerTransfer:
     return LayerTransfer(gather, reduce + _among_copies(placed, size, part))
 
 
-def _among_copies(placed: Placed, size: float, part: float) -> float:
+def _among_copies(placed: PlacedPlan, size: float, part: float) -> float:
     """Times the sum of data shards' gradients over replicas and context."""
     plan = placed.plan
     own = MASTER_BYTES * (part if plan.zero else size)
@@ -494,7 +494,7 @@ def _among_copies(placed: Placed, size: float, part: float) -> float:
     return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
 
 
-def chunk_costs(placed: Placed) -> Costs:
+def chunk_costs(placed: PlacedPlan) -> Costs:
     """Costs of a chunk as a configuration has them: relative to its F, in few digits."""
     layer, share = layer_costs(placed), placed.model.num_layers / placed.plan.num_chunks
     return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
@@ -547,7 +547,7 @@ def replayed(
     return seconds + float(replay(table, work, message=message)[-1].max())
 
 
-def _head(placed: Placed) -> float:
+def _head(placed: PlacedPlan) -> float:
     """Times embedding and head of one microbatch: a stage's part, and sums over stages if all
     compute them together."""
     plan, sizes = placed.plan, placed.sizes
@@ -560,7 +560,7 @@ def _head(placed: Placed) -> float:
     return (whole - launches) * _outer_share(placed) + launches + sums
 
 
-def _outer_transfer(placed: Placed) -> float:
+def _outer_transfer(placed: PlacedPlan) -> float:
     """Times embedding and head over data and, at the ends, over stages: gathered before the step
     (over data with ZeRO-3), reduced after it."""
     plan, size, kept = placed.plan, placed.model.parameter_bytes, placed.outer_kept
@@ -572,7 +572,7 @@ def _outer_transfer(placed: Placed) -> float:
     return over_data + over_stages + _among_copies(placed, kept, part)
 
 
-def _update(placed: Placed) -> float:
+def _update(placed: PlacedPlan) -> float:
     """Times reads and writes of the optimizer, casts, and ZeRO-1's and 2's gather of parameters."""
     plan, model, cluster = placed.plan, placed.model, placed.cluster
     updated = placed.updated_parameters

@@ -16,13 +16,13 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxpipe.planning.sizes import Collective, Kernel, LayerSizes, Linear, Pass, Sizes
+from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, Pass, SizedCollective, Sizes
 from jaxpipe.runtime.layers import jaxprs
-from jaxpipe.runtime.layers.jaxprs import Eqns, Vars
+from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layers.split import Split
@@ -33,9 +33,6 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes
-
-Eqn: TypeAlias = Any
-Var: TypeAlias = Any
 
 EXPERT = "expert"
 """The axis of data shards that split experts."""
@@ -182,7 +179,7 @@ def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[C
     of_weights = dict.fromkeys(read, compute_bytes)
     dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
     dparams = [v for v in dparams if jaxprs.is_var(v)]
-    programs: list[tuple[Eqns, Sequence[Var], Vars, Mapping[Var, int]]] = [
+    programs: list[tuple[Eqns, Sequence[Atom], Vars, Mapping[Atom, int]]] = [
         (jaxprs.needed(forward.eqns, returned), returned, set(kept), weights),
         (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
         ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
@@ -207,12 +204,12 @@ class Counted(NamedTuple):
 
 def count(
     eqns: Eqns,
-    outputs: Iterable[Var],
+    outputs: Iterable[Atom],
     axes: Mapping[str, int],
     *,
-    slots: Collection[Var] = (),
-    stored: Collection[Var] = (),
-    weights: Mapping[Var, int] = MappingProxyType({}),
+    slots: Collection[Atom] = (),
+    stored: Collection[Atom] = (),
+    weights: Mapping[Atom, int] = MappingProxyType({}),
 ) -> Counted:
     """Counts flat equations.
 
@@ -226,7 +223,7 @@ def count(
     """
     program = _Program(eqns, outputs, weights)
     kernels: list[Kernel] = []
-    collectives: list[Collective] = []
+    collectives: list[SizedCollective] = []
     copied = 0.0
     for eqn in eqns:
         if eqn.primitive.name in _COLLECTIVES:
@@ -249,10 +246,10 @@ def count(
 class _Program:
     """Variables that exist in memory, and what each is made from."""
 
-    def __init__(self, eqns: Eqns, outputs: Iterable[Var], weights: Mapping[Var, int]) -> None:
+    def __init__(self, eqns: Eqns, outputs: Iterable[Atom], weights: Mapping[Atom, int]) -> None:
         self.eqns, self.outputs = eqns, [v for v in outputs if jaxprs.is_var(v)]
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.weights, self.casts = weights, dict[tuple[Var, Any], Var]()
+        self.weights, self.casts = weights, dict[tuple[Atom, Any], Atom]()
         wanted = list(self.outputs)
         for eqn in eqns:
             if not _fuses(eqn):
@@ -266,7 +263,7 @@ class _Program:
             if eqn is not None and _fuses(eqn) and eqn.primitive.name not in _FREE
         }
 
-    def origin(self, v: Var) -> Var:
+    def origin(self, v: Atom) -> Atom:
         """Finds the variable that this one renames; for a weight in another dtype, the weight."""
         while (eqn := self.maker.get(v)) is not None:
             name = eqn.primitive.name
@@ -279,21 +276,21 @@ class _Program:
             v = source
         return v
 
-    def kept_as(self, v: Var, slots: Collection[Var]) -> bool:
+    def kept_as(self, v: Atom, slots: Collection[Atom]) -> bool:
         """Whether a variable is an output that goes to a slot, perhaps by another name."""
         return any(self.origin(out) is v for out in self.outputs if out in slots)
 
-    def bytes(self, v: Var) -> float:
+    def bytes(self, v: Atom) -> float:
         return math.prod(v.aval.shape) * self.weights.get(v, _itemsize(v))
 
-    def fusion(self, v: Var) -> Kernel:
+    def fusion(self, v: Atom) -> Kernel:
         """Makes the kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
         moved = self.bytes(v) + sum(map(self.bytes, self._in_memory(self.maker[v])))
         return Kernel(_number(0.0), _number(moved))
 
     def _in_memory(self, kernel: Eqn) -> Vars:
         """Variables in memory that an equation is computed from, through what is fused into it."""
-        read, seen, operands = set[Var](), set[int](), _inputs(kernel)
+        read, seen, operands = set[Atom](), set[int](), _inputs(kernel)
         while operands:
             v = self.origin(operands.pop())
             eqn = self.maker.get(v)
@@ -304,20 +301,20 @@ class _Program:
                 operands += _inputs(eqn)
         return read
 
-    def live_bytes(self, slots: Collection[Var], stored: Collection[Var]) -> float:
+    def live_bytes(self, slots: Collection[Atom], stored: Collection[Atom]) -> float:
         """The most bytes at once of what is cut out of slots and what kernels make, in their order.
 
         A value exists until it is last read, or to the end if it is returned, but for those that
         are ``stored`` elsewhere.
         """
-        kernels: list[tuple[list[Var], Vars]] = []
+        kernels: list[tuple[list[Atom], Vars]] = []
         for eqn in self.eqns:
             if not _fuses(eqn):
                 kernels.append((eqn.outvars, self._in_memory(eqn)))
                 continue
             made = [v for v in eqn.outvars if v in self.materialised]
             kernels += [([v], self._in_memory(eqn)) for v in made]
-        read = set[Var]().union(*(read for _, read in kernels))
+        read = set[Atom]().union(*(read for _, read in kernels))
         elsewhere = {self.origin(v) for v in (*stored, *slots)} - read
         sizes = {v: self.bytes(v) for made, _ in kernels for v in made if v not in elsewhere}
         last = {v: n for n, (made, read) in enumerate(kernels) for v in (*made, *read)}
@@ -337,11 +334,11 @@ def _fuses(eqn: Eqn) -> bool:
     return not (name in _HEAVY or name in _COLLECTIVES or jaxprs.multiplies(eqn))
 
 
-def _inputs(eqn: Eqn) -> list[Var]:
+def _inputs(eqn: Eqn) -> list[Atom]:
     return [v for v in eqn.invars if jaxprs.is_var(v)]
 
 
-def _itemsize(v: Var) -> int:
+def _itemsize(v: Atom) -> int:
     dtype = v.aval.dtype
     return getattr(dtype, "itemsize", 8)  # a key has none on some versions of jax
 
@@ -370,7 +367,7 @@ def _flops(eqn: Eqn) -> float:
     return 0.0
 
 
-def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[Collective]:
+def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[SizedCollective]:
     """Counts what a device sends of its operands; nothing over axes of one device."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = names if isinstance(names, tuple) else (names,)
@@ -379,4 +376,6 @@ def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[Collective]:
         return []
     own = sum(math.prod(v.aval.shape) * _itemsize(v) for v in _inputs(eqn))
     kind = eqn.primitive.name
-    return [Collective("+".join(map(str, names)), kind, _number(_COLLECTIVES[kind](group) * own))]
+    return [
+        SizedCollective("+".join(map(str, names)), kind, _number(_COLLECTIVES[kind](group) * own))
+    ]

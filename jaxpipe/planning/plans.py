@@ -143,7 +143,7 @@ class Links(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class PlacedPlan:
     """A plan of a model on a cluster: what one device holds, and over which links it talks."""
 
     plan: Plan

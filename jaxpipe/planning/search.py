@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from jaxpipe.planning import cost, plans
 from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import Offload, Placed, Plan
+from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -72,7 +72,7 @@ class Goal:
             per_token += 1 / self.critical_tokens
         return self.tokens * per_token
 
-    def steps_of(self, placed: Placed) -> float:
+    def steps_of(self, placed: PlacedPlan) -> float:
         """Counts optimizer steps with a plan's batch."""
         return self.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
 
@@ -126,7 +126,7 @@ def search(
     """
     excluded: Counter[str] = Counter()
     placed = [
-        Placed(plan, model, cluster)
+        PlacedPlan(plan, model, cluster)
         for cluster in clusters
         for plan in plans.plans(
             model,
@@ -198,7 +198,7 @@ def _kind(prediction: Prediction) -> tuple[object, ...]:
 
 
 def screen(
-    fitting: Sequence[Placed],
+    fitting: Sequence[PlacedPlan],
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
@@ -232,14 +232,14 @@ def screen(
     return predictions
 
 
-def _bounds(placed: Placed, goal: Goal) -> Measures:
+def _bounds(placed: PlacedPlan, goal: Goal) -> Measures:
     """Bounds what a plan takes from below."""
     seconds = goal.steps_of(placed) * cost.least_seconds(placed)
     dollars = seconds * placed.cluster.dollars_per_second
     return Measures(seconds, cost.least_bytes(placed), dollars)
 
 
-def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Prediction | None:
+def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Prediction | None:
     """Predicts a plan with its published order; None, with the reason counted, if it is out."""
     program = cost.program_of(placed, published=True)
     try:
@@ -256,7 +256,7 @@ def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Prediction 
     return None
 
 
-def predicted(placed: Placed, goal: Goal = ONE_STEP) -> Prediction:
+def predicted(placed: PlacedPlan, goal: Goal = ONE_STEP) -> Prediction:
     """Predicts a plan as it would run, its order made for its costs.
 
     Raises:
@@ -300,7 +300,7 @@ def compiled(
     return dataclasses.replace(result, best=tuple(best), front=kept, excluded=excluded)
 
 
-def room(placed: Placed) -> float:
+def room(placed: PlacedPlan) -> float:
     """Bytes that may be predicted for a plan."""
     return placed.cluster.memory_bytes / MARGIN
 
@@ -312,7 +312,7 @@ def fits(prediction: Prediction) -> bool:
     return parts <= room(placed) if compiled is None else compiled <= placed.cluster.memory_bytes
 
 
-def _refuse_memory(placed: Sequence[Placed]) -> None:
+def _refuse_memory(placed: Sequence[PlacedPlan]) -> None:
     least = min(placed, key=cost.least_bytes)
     limit, count = least.cluster.memory_bytes, least.cluster.count
     rule = (

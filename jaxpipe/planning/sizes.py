@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
     bytes: Linear
 
 
-class Collective(NamedTuple):
+class SizedCollective(NamedTuple):
     """A collective over a model axis within a layer: jax's primitive, and the bytes that a device
     sends."""
 
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
 
     kernels: tuple[Kernel, ...]
     values: Linear
-    collectives: tuple[Collective, ...]
+    collectives: tuple[SizedCollective, ...]
 
     def flops(self, rows: int) -> float:
         """FLOPs of its matmuls."""

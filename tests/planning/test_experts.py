@@ -14,7 +14,7 @@ import yaml
 
 import jaxpipe
 from jaxpipe.planning import cost, counting, devices, plans
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
@@ -59,9 +59,9 @@ def model() -> ModelSizes:
     return ModelSizes("experts", CONFIG.sequence_length, 4, 2, 2, 32, 132, found)
 
 
-def placed(**changes) -> Placed:
+def placed(**changes) -> PlacedPlan:
     plan = dataclasses.replace(PLAN, **changes)
-    return Placed(plan, model(), devices.cluster("h100", plan.stage * plan.data))
+    return PlacedPlan(plan, model(), devices.cluster("h100", plan.stage * plan.data))
 
 
 def test_experts_are_split_and_nothing_else():
@@ -97,7 +97,8 @@ def test_tokens_are_exchanged_there_and_back():
 
 def test_nothing_hides_what_experts_exchange():
     within, across = (
-        Placed(PLAN, model(), devices.cluster("h100", 8, link=f"nvlink:{n},ib:400")) for n in (8, 1)
+        PlacedPlan(PLAN, model(), devices.cluster("h100", 8, link=f"nvlink:{n},ib:400"))
+        for n in (8, 1)
     )
     layer = model().variants[within.variant].layers[0]
     slower = 1 / across.cluster.across - 1 / within.cluster.within

@@ -12,7 +12,7 @@ import pytest
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, devices
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 
 NOTHING = Linear(0, 0)
@@ -43,7 +43,7 @@ def test_a_step_takes_what_was_measured():
     device = measured()
     prompt = dataclasses.replace(device, latency=0.0)
     slow, fast = (
-        Placed(PLAN, MODEL, devices.cluster(one, 4, link="nvlink:4,ib:400"))
+        PlacedPlan(PLAN, MODEL, devices.cluster(one, 4, link="nvlink:4,ib:400"))
         for one in (device, prompt)
     )
     assert fast.cluster.flops == pytest.approx(PEAKS.flops)

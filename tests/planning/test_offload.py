@@ -10,7 +10,7 @@ import yaml
 
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, devices, plans, search
-from jaxpipe.planning.plans import NOTHING, Offload, Placed, Plan
+from jaxpipe.planning.plans import NOTHING, Offload, PlacedPlan, Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from jaxpipe.schedule import Costs
@@ -21,7 +21,7 @@ PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", 1, 1, "stacked")
 PARAMETERS, OUTER = 10**6, 2 * 10**6
 
 
-def placed(kept_bytes: float, *on_host: str) -> Placed:
+def placed(kept_bytes: float, *on_host: str) -> PlacedPlan:
     """Two of four layers on each stage; a layer keeps so many bytes per row of a microbatch."""
     nothing, kept = Linear(0, 0), Linear(0, kept_bytes)
     matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
@@ -29,10 +29,10 @@ def placed(kept_bytes: float, *on_host: str) -> Placed:
     sizes = Sizes((layer,), (0,) * 4, Linear(0, 1.0), OUTER, 0, matmul, nothing)
     model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {Variant(1, 1, "none"): sizes})
     plan = dataclasses.replace(PLAN, on_host=Offload(**dict.fromkeys(on_host, True)))
-    return Placed(plan, model, devices.cluster("h100", 4))
+    return PlacedPlan(plan, model, devices.cluster("h100", 4))
 
 
-def parts(one: Placed):
+def parts(one: PlacedPlan):
     return cost.device_bytes(one, cost.program_of(one, published=True))
 
 
@@ -71,7 +71,7 @@ def limited() -> tuple[ModelSizes, devices.Cluster]:
     every = plans.plans(
         model, cluster, goal.batches, Counter(), on_host=plans.on_host(model, cluster)
     )
-    found = [search.evaluated(Placed(one, model, cluster), goal, Counter()) for one in every]
+    found = [search.evaluated(PlacedPlan(one, model, cluster), goal, Counter()) for one in every]
     leanest = min(
         one.device_bytes for one in found if one is not None and not any(one.plan.on_host)
     )

@@ -14,7 +14,7 @@ from jaxpipe import cli
 from jaxpipe.commands import plan as plan_command
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import configurations, cost, devices, plans, search
-from jaxpipe.planning.plans import Offload, Placed, Plan
+from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from train import checks, configured, plan
@@ -51,14 +51,14 @@ def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: Goal):
     skipped = Counter[str]()
     on_host = plans.on_host(model, cluster)
     every = plans.plans(model, cluster, goal.batches, skipped, on_host=on_host)
-    predictions = [search.evaluated(Placed(p, model, cluster), goal, skipped) for p in every]
+    predictions = [search.evaluated(PlacedPlan(p, model, cluster), goal, skipped) for p in every]
     return [one for one in predictions if one is not None]
 
 
 def as_run(plan: Plan, model: ModelSizes, cluster: devices.Cluster) -> cost.Prediction:
     """The plan as it would run, with embedding and head where that is faster."""
     choices = (dataclasses.replace(plan, ends=ends) for ends in (False, True))
-    predictions = (search.predicted(Placed(choice, model, cluster)) for choice in choices)
+    predictions = (search.predicted(PlacedPlan(choice, model, cluster)) for choice in choices)
     return min(predictions, key=lambda one: one.step_seconds)
 
 
@@ -125,7 +125,7 @@ def test_no_plan_is_much_better_than_those_that_were_looked_at(model):
     every = plans.plans(model, cluster, goal.batches, Counter(), on_host=on_host)
     fitting = [
         one
-        for one in (Placed(plan, model, cluster) for plan in every)
+        for one in (PlacedPlan(plan, model, cluster) for plan in every)
         if cost.least_bytes(one) <= cluster.memory_bytes
     ]
     excluded = Counter[str]()

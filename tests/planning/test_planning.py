@@ -13,7 +13,7 @@ import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, sizes, without_devices
 from jaxpipe.planning.cost import grown
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
@@ -68,7 +68,7 @@ def counted(
         return count()
 
 
-def placed(config: gpt.GPTConfig, plan: Plan, found: sizes.Sizes) -> Placed:
+def placed(config: gpt.GPTConfig, plan: Plan, found: sizes.Sizes) -> PlacedPlan:
     length = config.sequence_length
     model = sizes.ModelSizes(
         "test",
@@ -80,7 +80,9 @@ def placed(config: gpt.GPTConfig, plan: Plan, found: sizes.Sizes) -> Placed:
         4 * (length + 1),
         {sizes.Variant(1, plan.tensor, plan.remat): found},
     )
-    return Placed(model=model, plan=plan, cluster=devices.cluster("h100", plan.stage * plan.data))
+    return PlacedPlan(
+        model=model, plan=plan, cluster=devices.cluster("h100", plan.stage * plan.data)
+    )
 
 
 PLAN = Plan(

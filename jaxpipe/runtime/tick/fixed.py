@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -243,7 +243,7 @@ class Work:
 
     fixed: Fixed
     batch: Microbatches
-    held: Any
+    held: Tree
     action: Kind
     cell: Cell
 
@@ -301,7 +301,7 @@ class LayerWork(Work):
             for layout, one in zip(self.fixed.setup.layer_layouts, arrays, strict=True)
         ]
 
-    def place(self, slot: Index = None) -> Any:
+    def place(self, slot: Index = None) -> Tree:
         """Finds where its trained parameters lie: among the stage's own, or in a slot of chunks."""
         return self.fixed.params.layer_at(self.at, self.kind.example, slot=slot)
 
@@ -338,11 +338,11 @@ class WeightSource(abc.ABC):
         """Shapes of its buffers, by name."""
         return {}
 
-    def with_buffers(self, held: Any, buffers: dict[str, Arrays]) -> Any:
+    def with_buffers(self, held: Tree, buffers: dict[str, Arrays]) -> Tree:
         """Returns what is held, with its empty buffers."""
         return held
 
-    def gather(self, fixed: Fixed, held: Any, transfer: Transfer) -> Any:
+    def gather(self, fixed: Fixed, held: Tree, transfer: Transfer) -> Tree:
         """Gathers a chunk before layers run; returns what is held then."""
         return held
 
@@ -350,11 +350,11 @@ class WeightSource(abc.ABC):
         """Shapes of what is on its way while layers run, and of what it is made from."""
         return []
 
-    def start(self, fixed: Fixed, held: Any, transfer: Transfer) -> Pieces:
+    def start(self, fixed: Fixed, held: Tree, transfer: Transfer) -> Pieces:
         """Begins to gather the pieces that move while a tick's layers run."""
         raise NotImplementedError
 
-    def finish(self, fixed: Fixed, held: Any, pieces: Pieces, transfer: Transfer) -> Any:
+    def finish(self, fixed: Fixed, held: Tree, pieces: Pieces, transfer: Transfer) -> Tree:
         """Stores these pieces; returns what is held then."""
         raise NotImplementedError
 
@@ -362,7 +362,7 @@ class WeightSource(abc.ABC):
     def layer(self, work: LayerWork) -> list[Stored]:
         """A layer's weights as they are stored: those that are trained, then the others, if any."""
 
-    def outer(self, fixed: Fixed, held: Any, phase: str, value: Tree) -> tuple[OuterParams, Tree]:
+    def outer(self, fixed: Fixed, held: Tree, phase: str, value: Tree) -> tuple[OuterParams, Tree]:
         """Reads what a phase ("enter", "leave", "embed_gradient") needs of embedding and head.
 
         It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.barriers import Carry, tie
 from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Pieces, Setup, WeightSource
 from jaxpipe.runtime.tick.pieces import pieces_of
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
 
 
@@ -109,7 +110,7 @@ class Gathered(WeightSource):
                 nothing: Arrays,
                 shards: list[Stored],
                 share: Share | None = share,
-            ) -> Any:
+            ) -> Tree:
                 at = fixed.stage, chunk, number
                 return nothing, self._shards(fixed, held, at, share, shards)[0]
 
@@ -130,9 +131,9 @@ class Gathered(WeightSource):
                 number: Index,
                 slot: Arrays,
                 one: Stored,
-                layout: Any = layout,
+                layout: LayerLayout = layout,
                 share: Share | None = share,
-            ) -> Any:
+            ) -> Tree:
                 at = (fixed.stage, chunk, number)
                 place = layout.piece_at(at, slot=transfer.slot, share=share)
                 return layout.write(slot, place, one), one

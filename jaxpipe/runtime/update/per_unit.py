@@ -157,7 +157,7 @@ class PerUnit:
             for piece, arrays in zip(group.pieces, owned, strict=True)
         ]
         inputs = zip(program.inputs, itertools.chain(*parts), strict=True)
-        env = run_parts.evaluate(program.eqns, env | dict(inputs))
+        env = run_parts.run_on_parts(program.eqns, env | dict(inputs))
         return parts, jaxprs.values(program.targets, env)
 
     def _scalars(self, group: _Group, stored: Sequence[Stored], env: Env) -> list[jax.Array]:

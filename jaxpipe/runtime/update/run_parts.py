@@ -26,7 +26,7 @@ _ELEMENTWISE = {
 }
 
 
-def evaluate(eqns: Eqns, env: Env) -> Env:
+def run_on_parts(eqns: Eqns, env: Env) -> Env:
     """Evaluates equations in order; values of the environment are arrays or `DevicePart`.
 
     Returns:

@@ -131,7 +131,7 @@ def no_shape(name: str) -> Problem:
 
 
 def call_user(
-    name: str, function: Callable[..., Any], stages: int, microbatches: int, **options: Any
+    name: str, function: Callable[..., Schedule], stages: int, microbatches: int, **options: Any
 ) -> Schedule:
     """Calls a user's function for a schedule, which gets this name, and checks what it returns.
 
@@ -162,7 +162,7 @@ def call_user(
     return schedule
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str) -> Callable[..., Schedule]:
     module_name, _, function_name = name.partition(":")
     if not module_name or module_name.startswith("."):
         raise _no_function(name, f"{module_name!r} is not the full name of a module")
@@ -178,7 +178,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r} cannot be imported: {module_name} {_raised(error)}") from error
     if not hasattr(module, function_name):
         raise _no_function(name, f"module {module_name!r} has no attribute {function_name!r}")
-    function: Callable[..., Any] = getattr(module, function_name)
+    function: Callable[..., Schedule] = getattr(module, function_name)
     if not callable(function):
         raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
     return function
