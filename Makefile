@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-stability gpu-environment gpu-compile gpu-roofline gpu-offload plan-memory figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload plan-memory figures docs
 
 setup: $(INSTALLED)
 
@@ -108,6 +108,11 @@ gpu-compile: gpu-environment
 
 gpu-offload: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_offload.py
+
+# On a machine with a GPU; about 20 minutes.
+gpu-check: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu]'
+	$(BIN)/python benchmarks/gpu_check.py
 
 # cuDNN alone, 0.6 GB, for its attention; what it depends on is not needed to compile.
 gpu-roofline: gpu-environment

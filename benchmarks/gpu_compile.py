@@ -55,7 +55,7 @@ from jaxpipe.runtime.measure.memory import (
     compiled,
     predicted_bytes,
 )
-from jaxpipe.schedule.lowering.table import Edges, Parts, TickTable
+from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
@@ -207,7 +207,7 @@ def check_edges(messages: list[Collective], table: TickTable) -> None:
     """Checks that messages, with stages for devices, connect what the table says: late ones all
     pairs that ever have one, and others, in every branch, those of one of the table's exchanges."""
     for tick in {message.tick for message in messages}:
-        parts = Parts("forward" in tick, "backward" in tick)
+        parts = BodyParts("forward" in tick, "backward" in tick)
         runs = [parts.has(channel.kind) for channel in table.channels]
         late = [c.late_edges for c in itertools.compress(table.channels, runs) if c.late_edges]
         exchanges = {tuple(itertools.compress(pairs, runs)) for pairs in table.exchanges}

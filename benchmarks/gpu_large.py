@@ -75,8 +75,7 @@ def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], **options):
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         mesh=jaxpipe.make_mesh(**sizes, devices=h100s(count)),
         compute_dtype="bfloat16",
-        remat="full",
-        **options,
+        **{"remat": "full"} | options,
     )
 
 

@@ -120,7 +120,7 @@ def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CON
     rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
     roofline, bodies = rooflines[0], program.tick_bodies()
     table, stages = pipe.table, range(pipe.schedule.num_stages)
-    names = [parts.name for parts in table.parts(gathers=pipe.zero == 3, reduces=True)]
+    names = [parts.name for parts in table.parts(gathers=pipe.options.zero == 3, reduces=True)]
 
     @functools.cache
     def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...]) -> Spent:

@@ -21,9 +21,8 @@ import tyro
 
 from benchmarks import harness
 from benchmarks.processes import Case, measured, row
-from jaxpipe.planning.candidates import SCHEDULES
-from jaxpipe.planning.programs import Program, relative, table_of
-from jaxpipe.planning.step import replayed
+from jaxpipe.planning.cost import Program, relative, replayed, table_of
+from jaxpipe.planning.plans import SCHEDULES
 from jaxpipe.schedule import Costs
 
 LEAST_CORRELATION, MOST_LOSS, MOST_ERROR = 0.95, 0.02, 0.05

@@ -30,7 +30,7 @@ def suffice() -> None:
 
 
 def _simulated_devices() -> int:
-    """How many CPU devices ``XLA_FLAGS`` or jax's settings ask for, 1 by default."""
+    """Counts the CPU devices that ``XLA_FLAGS`` or jax's settings ask for, 1 by default."""
     flags = re.findall(rf"{COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     jax = sys.modules.get("jax")  # nothing imports it for this
     setting = jax.config.jax_num_cpu_devices if jax else 1

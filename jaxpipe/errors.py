@@ -1,4 +1,4 @@
-"""What is wrong with arguments, as data, for programs that check arguments of their own.
+"""Problems of arguments, as data, for programs that check arguments of their own.
 
 A `Problem` is one argument that does not fit; `refuse` raises one `ArgumentError` with all of them.
 Neither says how an argument is written, so that a command line or a configuration can render them

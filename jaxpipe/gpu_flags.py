@@ -72,7 +72,7 @@ def expects_gpu(environment: MutableMapping[str, str] | None = None) -> bool:
 
 
 def _known(flags: Sequence[str]) -> list[str]:
-    """Those of the flags that the installed XLA accepts."""
+    """Selects the flags that the installed XLA accepts."""
     if _accepts(flags):
         return list(flags)
     return [flag for flag in flags if _accepts([flag])]

@@ -1,4 +1,4 @@
-"""What the layers of a pipeline cost, how much memory its step takes, and when it runs what.
+"""Costs of a pipeline's layers, memory of its step, and the measured timeline.
 
 =================  =================================================================================
 `layer_costs`      F, B and W of every layer, counted or timed, for `jaxpipe.schedule.partition`

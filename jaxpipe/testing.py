@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxpipe import cpu_threads
 from jaxpipe.runtime import unpipelined
-from jaxpipe.runtime.filters import partition
+from jaxpipe.runtime.filters import split_trainable
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
@@ -106,7 +106,7 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def collectives(function: Callable[..., Any], *args: Tree) -> collections.Counter[str]:
+def collectives(function: Callable[..., Tree], *args: Tree) -> collections.Counter[str]:
     """Counts the collectives in a compiled function, by XLA's names, such as "all-gather".
 
     One inside a loop counts once, however often the loop runs. Nothing is executed.
@@ -133,7 +133,7 @@ def assert_matches_unpipelined(
     meshes: Sequence[Mesh] | None = None,
     rng: Key = None,
     states: States = None,
-    reference: Callable[..., Any] | None = None,
+    reference: Callable[..., Tree] | None = None,
     tolerance: float = 1e-5,
     floor: float = 0.0,
     **options: Any,
@@ -180,9 +180,13 @@ def assert_matches_unpipelined(
         for mesh in meshes
         for schedule in schedules
     ]
-    evaluations: dict[Any, Any] = {}
-    args = evaluations, params, batch, rng, states, reference
-    compared = [array for pipe in pipes for array in _compared_by_name(pipe, floor, *args)]
+    evaluations: dict[Tree, Tree] = {}
+    args = params, batch, rng, states
+    compared = [
+        array
+        for pipe in pipes
+        for array in _compared_by_name(pipe, floor, reference, evaluations, args)
+    ]
     if max(array.relative for array in compared) > tolerance:
         raise AssertionError(_report(compared, tolerance))
     return pipes
@@ -194,7 +198,7 @@ def _no_cases(**given: Any) -> Iterator[str]:
             yield f"{name} is {cases!r}; give at least one, in a list."
 
 
-def _own_reference(model: Model) -> Callable[..., Any]:
+def _own_reference(model: Model) -> Callable[..., Tree]:
     if model.stage_split is not None or model.uses_axes:
         of = "mesh axes (Model.axes)" if model.uses_axes else "stages (Model.stage_split)"
         raise ValueError(
@@ -205,12 +209,18 @@ def _own_reference(model: Model) -> Callable[..., Any]:
     return functools.partial(unpipelined.loss, model)
 
 
-def _compared_by_name(pipe: Pipeline, floor: float, *args: Any) -> Iterator[_Compared]:
+def _compared_by_name(
+    pipe: Pipeline,
+    floor: float,
+    reference: Callable[..., Tree],
+    evaluations: dict[Tree, Tree],
+    args: tuple[Params, Batch, Key, States],
+) -> Iterator[_Compared]:
     """Compares all arrays of a pipeline's results with those of the reference."""
     import chex
 
     case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
-    got, want = _results(pipe, *args)
+    got, want = _results(pipe, reference, evaluations, args)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want, custom_message=f"with {case}")
     for name in want:
         yield from _compared(case, name, got[name], want[name], floor)
@@ -224,13 +234,13 @@ def _reference(
     rng: Key,
     states: States,
     *,
-    reference: Callable[..., Any],
+    reference: Callable[..., Tree],
     num_microbatches: int,
     data_shards: int,
-) -> tuple[Any, Tree]:
+) -> tuple[Tree, Tree]:
     """Computes value and gradients without a pipeline, in one program for equal references."""
 
-    def loss(trained: Params) -> Any:
+    def loss(trained: Params) -> Tree:
         shape = {"num_microbatches": num_microbatches, "data_shards": data_shards}
         return reference(combine(trained, frozen), batch, rng, **shape, states=states)
 
@@ -240,14 +250,12 @@ def _reference(
 
 def _results(
     pipe: Pipeline,
-    evaluations: dict[Any, Any],
-    params: Params,
-    batch: Batch,
-    rng: Key,
-    states: States,
-    reference: Callable[..., Any],
+    reference: Callable[..., Tree],
+    evaluations: dict[Tree, Tree],
+    args: tuple[Params, Batch, Key, States],
 ) -> tuple[dict[str, Tree], dict[str, Tree]]:
     """Computes the results of the pipeline and of the reference, by the same names."""
+    params, batch, rng, states = args
     placed, placed_states = pipe.place(params), None
     if states is not None:
         placed_states = pipe.place_states(states)
@@ -263,7 +271,7 @@ def _results(
     if states is not None:
         got["states"] = pipe.unplace_states(got["states"])
     expected, gradients = _reference(
-        *partition(params, pipe.trainable),
+        *split_trainable(params, pipe.options.trainable),
         batch,
         rng,
         states,
@@ -282,7 +290,7 @@ def _results(
     return got, want | {f"evaluated {name}": want[name] for name in evaluated}
 
 
-def _named(value: Any, has: dict[str, bool]) -> dict[str, Tree]:
+def _named(value: Tree, has: dict[str, bool]) -> dict[str, Tree]:
     """Names loss, metrics and states in what a step returns beside the gradients."""
     names = [name for name, there in has.items() if there]
     if not names:

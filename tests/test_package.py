@@ -92,10 +92,10 @@ def test_the_command_prints_its_version(capsys):
     assert capsys.readouterr().out == f"jaxpipe {jaxpipe.__version__}\n"
 
 
-@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
-def test_the_catalogue_knows_what_can_be_executed(entry):
-    schedule = catalog.build(entry.name, stages=2, microbatches=4)
-    assert entry.executable == (not any(simulated_only(schedule)))
+def test_the_catalogue_knows_what_can_be_executed():
+    for entry in catalog.BUILT_IN:
+        schedule = catalog.build(entry.name, stages=2, microbatches=4)
+        assert entry.executable == (not any(simulated_only(schedule))), entry.name
 
 
 def test_no_test_has_a_time_limit_of_its_own():

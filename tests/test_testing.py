@@ -62,7 +62,7 @@ ONE = {"schedules": ["1f1b"]}
 @pytest.mark.pipeline
 def test_a_model_that_is_right_passes_on_every_mesh_with_every_schedule():
     pipes = testing.assert_matches_unpipelined(make_model(), make_params(), make_batch(), zero=3)
-    assert [(pipe.schedule.name, pipe.mesh.size, pipe.zero) for pipe in pipes] == [
+    assert [(pipe.schedule.name, pipe.mesh.size, pipe.options.zero) for pipe in pipes] == [
         *((name, 2, 0) for name in ("gpipe", "1f1b", "zb-h1")),
         *((name, 4, 3) for name in ("gpipe", "1f1b", "zb-h1")),
     ]

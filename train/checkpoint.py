@@ -240,7 +240,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
     free = (
         *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),
         *("pipeline.weights", "pipeline.weight_slots", "pipeline.residuals", "pipeline.gpu_flags"),
-        "optimizer.offload",
+        *("pipeline.pair_layers", "optimizer.offload"),
     )
     before, now = map(configured.recorded, (Config(**saved["config"]), config))
     return [

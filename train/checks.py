@@ -98,7 +98,7 @@ def check(
         shared_axes,
         _schedule,
         _asynchronous,
-        _weights,
+        _alike,
         _compute_dtype,
         _update,
         _partition,
@@ -203,9 +203,19 @@ def _schedule(config: Config) -> Iterator[Failure]:
     # A placement of too few layers cannot be searched, which is said below.
     if layers >= config.mesh.stage or not configured.chooses_placement(config):
         try:
-            chunks = configured.order(config).num_chunks
+            order = configured.order(config)
         except ValueError as error:
             yield from errors.of_schedule(error, config.pipeline.schedule)
+        else:
+            chunks = order.num_chunks
+            if config.pipeline.pair_layers and not order.overlapped:
+                yield Failure(
+                    f"pipeline.pair_layers=true has no effect: pipeline.schedule="
+                    f"{config.pipeline.schedule} overlaps no forward with a backward. Nearest "
+                    "valid: null, or pipeline.schedule=dualpipe-v-published with more microbatches "
+                    "than stages.",
+                    ("pipeline.pair_layers", "pipeline.schedule"),
+                )
     needed = config.mesh.stage * chunks
     if layers < needed:
         fields = _depth(config)
@@ -225,15 +235,18 @@ def _depth(config: Config) -> list[str]:
     return [f"model.{name}" for name in tasks.find(config.task).depth]
 
 
-def _weights(config: Config) -> Iterator[Failure]:
-    if config.pipeline.weights != "unrolled":
-        return
-    if isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
-        yield Failure(
-            f"pipeline.weights=unrolled needs layers that are alike; those of task={config.task} "
-            "differ. Nearest valid: stacked.",
-            ("pipeline.weights", "task"),
-        )
+def _alike(config: Config) -> Iterator[Failure]:
+    """Finds settings that need layers that are alike."""
+    nearest = {"weights=unrolled": "stacked", "pair_layers=true": "null"}
+    given = config.pipeline.weights == "unrolled", config.pipeline.pair_layers
+    settings = list(itertools.compress(nearest, given))
+    if settings and isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
+        for setting in settings:
+            yield Failure(
+                f"pipeline.{setting} needs layers that are alike; those of task={config.task} "
+                f"differ. Nearest valid: {nearest[setting]}.",
+                (f"pipeline.{setting.partition('=')[0]}", "task"),
+            )
 
 
 def _compute_dtype(config: Config) -> Iterator[Failure]:

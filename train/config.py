@@ -158,6 +158,10 @@ class PipelineConfig(Section):
     residuals: Literal["device", "host"] = "device"
     """Memory in which residuals wait for their backward: the device's, or that of its host, to
     which most is moved with remat=none and least with remat=full."""
+    pair_layers: bool | None = None
+    """Whether forwards and backwards that the schedule overlaps, as dualpipe-v-published does, run
+    layer by layer in one loop, in which matmuls of one hide what the other communicates. null does
+    so on GPUs with tensor, context or expert axes, if layers are alike."""
     update: Literal["step", "chunk"] = "step"
     """Time at which the optimizer runs: after the "step", with the gradients of all layers; or for
     every "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in

@@ -67,7 +67,7 @@ def run(config: Config) -> None:
         show_step(console, setup)
         if config.pipeline.update == "chunk":
             _show_updates(console, setup)
-        if setup.pipe.zero >= 2:
+        if setup.pipe.options.zero >= 2:
             _show_transfers(console, setup)
     say(console, "dry run: nothing was trained or written")
 
@@ -128,7 +128,7 @@ def _show_updates(console: Console, setup: Setup) -> None:
 
 def _show_transfers(console: Console, setup: Setup) -> None:
     """Shows how often chunks are gathered and reduced over data, from ZeRO-2 on."""
-    table, zero = setup.pipe.table, setup.pipe.zero
+    table, zero = setup.pipe.table, setup.pipe.options.zero
     gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
     gathers = f"gathers up to {gathered} chunks of weights and " if zero == 3 else ""
     kept = max(table.gathers.num_slots if zero == 3 else 0, table.reduces.num_slots)

@@ -310,7 +310,7 @@ def layout_of(setup: Setup) -> dict[str, Any]:
     ]
     flat = config.flat()
     layout = {path: flat[path] for path in fields}
-    layout["pipeline.remat"] = setup.pipe.remat
+    layout["pipeline.remat"] = setup.pipe.options.remat
     layout["pipeline.partition"] = ",".join(map(str, setup.layer_counts))
     if configured.is_asynchronous(config):
         layout["asynchronous.discrepancy_decay"] = configured.techniques(config)[1] or 0.0

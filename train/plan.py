@@ -21,16 +21,12 @@ import optax
 
 from jaxpipe import Pipeline, make_mesh, schedules
 from jaxpipe.errors import ArgumentError, refuse
-from jaxpipe.planning import measuring
-from jaxpipe.planning.calibration import Calibration, known
-from jaxpipe.planning.devices import cluster
-from jaxpipe.planning.found import Found, Goal
-from jaxpipe.planning.measuring import Runnable
-from jaxpipe.planning.plans import NOTHING, OnHost, Plan
-from jaxpipe.planning.search import search
+from jaxpipe.planning.cost import Prediction, chunk_costs
+from jaxpipe.planning.counting import sizes
+from jaxpipe.planning.devices import cluster, known
+from jaxpipe.planning.plans import NOTHING, Offload, Plan
+from jaxpipe.planning.search import Goal, search
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
-from jaxpipe.planning.step import chunk_costs
-from jaxpipe.planning.traced import sizes
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
@@ -89,27 +85,6 @@ class Planned:
             may_offload=not self.config.optimizer.max_skipped,
         )
 
-    def measured(
-        self,
-        *,
-        rows: Sequence[int],
-        remats: Sequence[str],
-        devices: int,
-        progress: Callable[[float], None],
-    ) -> Calibration:
-        """Times the model's layers, each whole on every device."""
-        model = Runnable(
-            lambda data, remat: self._pipeline(self.config, remat, stage=1, data=data),
-            self._batch,
-            jax.random.key(0) if self.task.dropout else None,
-            self._optimizer,
-            self.task.dtype or jnp.float32,
-            self.name,
-        )
-        return measuring.measure(
-            model, rows=rows, remats=remats, devices=devices, progress=progress
-        )
-
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
         """Writes the configuration with a plan's mesh, pipeline, costs and batch."""
         config = self.config
@@ -166,7 +141,7 @@ class Planned:
         devices = cluster(device, shape.num_devices, memory=limit_bytes)
         on_host = NOTHING
         if devices.has_host_memory:
-            on_host = OnHost(config.optimizer.offload, config.pipeline.residuals == "host")
+            on_host = Offload(config.optimizer.offload, config.pipeline.residuals == "host")
 
         def allowed(plan: Plan) -> bool:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor, plan.expert
@@ -261,7 +236,7 @@ def _of_chunk(costs: Costs) -> dict[str, float]:
     return {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
 
 
-def _in_words(candidate: Found) -> str:
+def _in_words(candidate: Prediction) -> str:
     plan, waits = candidate.plan, candidate.seconds["waits"] / candidate.step_seconds
     return (
         f"{plan.schedule}, {plan.chunks} chunks per stage, {plan.microbatches} microbatches, remat "

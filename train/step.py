@@ -196,13 +196,13 @@ class Setup:
             # Whole gradients of the chunks in work take the place of all gradients.
             levels.remove(2)
             chunks = probe.schedule.num_chunks
-            slots = min(probe.weight_slots, chunks) / chunks
+            slots = min(probe.options.weight_slots, chunks) / chunks
         if configured.is_asynchronous(self.config):
             steady = configured.steady_state(self.config)
             corrects = configured.techniques(self.config)[1] is not None
             levels += [3] * (steady.num_versions - 1 + corrects)
             peak = steady.residual_slots
-        sharded = sum(probe.zero >= z for z in levels)
+        sharded = sum(probe.options.zero >= z for z in levels)
         whole = len(levels) - sharded + slots
         pairs = zip(layer_sizes.parameters, layer_sizes.sharded, strict=True)
         parameters = [whole * n + sharded * part for n, part in pairs]
@@ -227,6 +227,7 @@ class Setup:
             ),
             weight_slots=configured.weight_slots(self.config, platform=self._platform),
             residuals=self.config.pipeline.residuals,
+            pair_layers=self.config.pipeline.pair_layers,
             states=self.task.init_states(),
         )
 

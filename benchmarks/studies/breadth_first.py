@@ -20,7 +20,8 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
-from jaxpipe.planning.found import Found, Goal
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.simulate import Costs
 
@@ -37,7 +38,7 @@ TOKENS_PER_PARAMETER = 20
 """Of the training: Hoffmann et al. 2022."""
 
 
-def exposed(found: Found, *, whole: bool = False) -> Mapping[str, float]:
+def exposed(found: Prediction, *, whole: bool = False) -> Mapping[str, float]:
     """Seconds by part if no message is hidden: each occupies the stage that sends it.
 
     Args:
@@ -73,7 +74,7 @@ class Method:
         batches: Sequence[int],
         goal: Goal = common.ONE_STEP,
         remats: Sequence[str] = ("none", "full"),
-    ) -> Found | None:
+    ) -> Prediction | None:
         """Its best plan with one of these policies of rematerialization."""
         return common.best(
             model,

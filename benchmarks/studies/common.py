@@ -16,14 +16,11 @@ from matplotlib.figure import Figure
 
 import jaxpipe
 from benchmarks import harness
-from jaxpipe.planning import step, traced, without_devices
-from jaxpipe.planning.candidates import plans
+from jaxpipe.planning import cost, counting, without_devices
+from jaxpipe.planning.cost import Prediction, Program, grown, least_bytes, table_of
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.found import Found, Goal
-from jaxpipe.planning.memory import least_bytes
-from jaxpipe.planning.plans import Placed, Plan
-from jaxpipe.planning.programs import Program, grown, table_of
-from jaxpipe.planning.search import evaluated
+from jaxpipe.planning.plans import PlacedPlan, Plan, plans
+from jaxpipe.planning.search import Goal, evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule.simulate import Costs, simulate
 from models import gpt
@@ -34,7 +31,7 @@ MOST_SHARING = 8
 """Devices that share a layer, at most: those of a host."""
 
 Allowed = Callable[[Plan], bool]
-Timed = Callable[[Found], Mapping[str, float]]
+Timed = Callable[[Prediction], Mapping[str, float]]
 
 
 def gpt_of(layers: int, width: int, heads: int, length: int) -> gpt.GPTConfig:
@@ -69,7 +66,7 @@ def sizes(
             mesh=jaxpipe.make_mesh(stage=1, **shared),
             remat=remat,
         )
-        return traced.sizes(pipe, batch, compute_bytes=2)
+        return counting.sizes(pipe, batch, compute_bytes=2)
 
     with without_devices.attention_of_gpus():
         variants = {Variant(1, t, remat): counted(t, remat) for t in tensors for remat in remats}
@@ -88,23 +85,24 @@ def best(
     *,
     goal: Goal = ONE_STEP,
     timed: Timed = lambda found: found.seconds,
-) -> Found | None:
+) -> Prediction | None:
     """The plan of the shortest training (of one step, if the goal has no tokens) that fits the
     memory; None if none does. Orders are the published ones, on the free-running clock.
 
     Args:
       batches: rows of a step that may be chosen.
       allowed: which plans the method has.
-      timed: seconds of a plan by part, not below `step.least_seconds` in sum.
+      timed: seconds of a plan by part, not below `cost.least_seconds` in sum.
     """
     excluded: Counter[str] = Counter()
     fitting = [
         placed
         for plan in plans(model, cluster, batches, excluded)
-        if allowed(plan)
-        and least_bytes(placed := Placed(plan, model, cluster)) <= cluster.memory_bytes
+        if not plan.ends
+        and allowed(plan)
+        and least_bytes(placed := PlacedPlan(plan, model, cluster)) <= cluster.memory_bytes
     ]
-    bounds = {one: _steps(goal, one) * step.least_seconds(one) for one in fitting}
+    bounds = {one: _steps(goal, one) * cost.least_seconds(one) for one in fitting}
     found = None
     for one in sorted(fitting, key=bounds.__getitem__):
         if found is not None and bounds[one] >= found.train_seconds:
@@ -118,11 +116,11 @@ def best(
     return found
 
 
-def _steps(goal: Goal, placed: Placed) -> float:
+def _steps(goal: Goal, placed: PlacedPlan) -> float:
     return goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
 
 
-def hidden(found: Found) -> Mapping[str, float]:
+def hidden(found: Prediction) -> Mapping[str, float]:
     """Seconds by part if messages travel while stages compute and delay only who waits for them."""
 
     def chunk(layers: int, layer: Costs) -> Costs:
@@ -131,20 +129,20 @@ def hidden(found: Found) -> Mapping[str, float]:
     return on_free_clock(found, chunk)
 
 
-def on_free_clock(found: Found, chunk: Callable[[int, Costs], Costs]) -> Mapping[str, float]:
+def on_free_clock(found: Prediction, chunk: Callable[[int, Costs], Costs]) -> Mapping[str, float]:
     """Seconds by part of a plan's published order on the free-running clock.
 
     Args:
       chunk: the costs of a chunk of so many layers, from those of a layer.
     """
-    layer = step.layer_costs(found.placed)
+    layer = cost.layer_costs(found.placed)
 
     def makespan(one: Program) -> float:
         table = table_of(one)
         costs = [chunk(layers, layer) for layers in table.layer_counts]
         return simulate(table.schedule, costs).makespan
 
-    program = step.program_of(found.placed, published=True)
+    program = cost.program_of(found.placed, published=True)
     return {**found.seconds, "waits": grown(program, makespan) - found.seconds["layers"]}
 
 

@@ -17,8 +17,8 @@ import tyro
 
 from benchmarks import harness
 from benchmarks.studies import common
-from jaxpipe.planning import devices, step
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning import cost, devices
+from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
@@ -88,8 +88,8 @@ def of_layer(model: ModelSizes, stages: int) -> Costs:
         stage=stages, data=1, context=1, tensor=1, replica=1, schedule="1f1b-fused", chunks=1,
         microbatches=stages, rows=1, remat="none", zero=0, weight_slots=1, weights="unrolled",
     )  # fmt: skip
-    placed = Placed(plan, model, devices.cluster(DEVICE, stages, link=LINK))
-    layer, layers = step.layer_costs(placed), model.num_layers / stages
+    placed = PlacedPlan(plan, model, devices.cluster(DEVICE, stages, link=LINK))
+    layer, layers = cost.layer_costs(placed), model.num_layers / stages
     return Costs(1.0, layer.b / layer.f, layer.w / layer.f, layer.message / (layers * layer.f))
 
 

@@ -19,8 +19,8 @@ import tyro
 
 from benchmarks import harness
 from benchmarks.studies import common
-from jaxpipe.planning import devices, step
-from jaxpipe.planning.plans import Placed, Plan
+from jaxpipe.planning import cost, devices
+from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
@@ -63,7 +63,7 @@ class Timed:
       memory: bytes on the device that holds the most.
     """
 
-    placed: Placed
+    placed: PlacedPlan
     seconds: float
     sums: float
     memory: float
@@ -74,11 +74,11 @@ class Timed:
         return self.seconds - self.sums
 
 
-def timed(placed: Placed) -> Timed:
+def timed(placed: PlacedPlan) -> Timed:
     """Layers, messages and sums of gradients; embedding and head, equal for all, are left out."""
     plan, copies = placed.plan, 2 if placed.plan.schedule == "chimera-fused" else 1
     order = order_of(plan.schedule, plan.stage, plan.chunks, plan.microbatches)
-    layer, layers = step.layer_costs(placed), placed.model.num_layers / plan.num_chunks
+    layer, layers = cost.layer_costs(placed), placed.model.num_layers / plan.num_chunks
     costs = Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
     sharers = plan.data * copies
     moved = 2 * (sharers - 1) / sharers * 4 * copies * placed.stage_parameters
@@ -91,13 +91,13 @@ def timed(placed: Placed) -> Timed:
         sums,
         STATE_BYTES * copies * placed.stage_parameters
         + max(order.peak_in_flight) * layers * kept
-        + placed.mean("working_set"),
+        + placed.mean("live"),
     )
 
 
 def choices(
     method: str, model: ModelSizes, cluster: devices.Cluster, batch: int
-) -> Iterator[Placed]:
+) -> Iterator[PlacedPlan]:
     """Every mesh, number of chunks and microbatch of a method."""
     name, all_chunks = METHODS[method]
     stages = [2**n for n in range(1, 6) if 2**n <= cluster.count]
@@ -112,7 +112,7 @@ def choices(
             stage=p, data=data, context=1, tensor=1, replica=1, schedule=name, chunks=chunks,
             microbatches=m, rows=rows, remat="none", zero=0, weight_slots=1, weights="unrolled",
         )  # fmt: skip
-        yield Placed(plan, model, cluster)
+        yield PlacedPlan(plan, model, cluster)
 
 
 def fitting(

@@ -18,9 +18,9 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
-from jaxpipe.planning.found import Found, Goal
+from jaxpipe.planning.cost import Prediction, Program, table_of
 from jaxpipe.planning.plans import Plan
-from jaxpipe.planning.programs import Program
+from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.lowering.table import NONE
 from models import gpt
@@ -79,7 +79,7 @@ def by_count(
     method: str,
     counts: Sequence[int],
     limit_bytes: float | None = None,
-) -> dict[int, Found | None]:
+) -> dict[int, Prediction | None]:
     """The plan of the shortest training on so many devices; None if none fits."""
     goal = goal_of(model)
     return {
@@ -95,7 +95,9 @@ def by_count(
     }
 
 
-def row(name: str, network: str, found: Mapping[str, Mapping[int, Found | None]]) -> dict[str, Any]:
+def row(
+    name: str, network: str, found: Mapping[str, Mapping[int, Prediction | None]]
+) -> dict[str, Any]:
     """The shortest training of both methods, and their times on as many devices each."""
     cells: dict[str, Any] = {"parameters": name, "network": network}
     for method, by_devices in found.items():
@@ -119,7 +121,7 @@ def row(name: str, network: str, found: Mapping[str, Mapping[int, Found | None]]
 
 
 def memory(
-    name: str, network: str, found: Mapping[str, Mapping[int, Found | None]]
+    name: str, network: str, found: Mapping[str, Mapping[int, Prediction | None]]
 ) -> list[dict[str, Any]]:
     """Days, memory and the share of the peak for every number of devices."""
     return [
@@ -139,7 +141,9 @@ def memory(
     ]
 
 
-def lean(model: ModelSizes, link: str, found: Mapping[int, Found | None]) -> list[dict[str, Any]]:
+def lean(
+    model: ModelSizes, link: str, found: Mapping[int, Prediction | None]
+) -> list[dict[str, Any]]:
     """The improved method on a tenth of the memory, for the most devices that were tried."""
     count = max(found)
     small = by_count(model, link, "improved", (count,), _TENTH)[count]
@@ -168,7 +172,9 @@ def counts_of(stages: int, layers: int, microbatches: int) -> list[dict[str, Any
         ("modular, layered", stages, "breadth-first-fused"),
     ):
         chunks = layers // p
-        table = Program(name, p, chunks, microbatches, layers, None, 2, False, False, True).table()
+        table = table_of(
+            Program(name, p, chunks, microbatches, layers, None, 2, sums_in_slots=True)
+        )
         gathers, sums = (
             float((moves.chunk != NONE).sum(axis=0).max()) + len(moves.edge.chunk)
             for moves in (table.gathers, table.reduces)

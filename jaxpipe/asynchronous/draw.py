@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxpipe.asynchronous.steady import Part, SteadyState
+from jaxpipe.asynchronous.steady import PartTicks, SteadyState
 from jaxpipe.schedule.show.text_draw import check_width
 
 
@@ -52,7 +52,7 @@ def steady_text(steady: SteadyState) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _cell(steady: SteadyState, part: Part, tick: int, base: int) -> str:
+def _cell(steady: SteadyState, part: PartTicks, tick: int, base: int) -> str:
     N = steady.num_microbatches
     f, b = tick - part.forward, tick - part.backward
     runs = [f"F{f % N}@{steady.forward_version(part, f) - base}"]

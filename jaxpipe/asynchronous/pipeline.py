@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ class AsyncPipeline:
 
     A call of `step` is N ticks, in which one minibatch of N microbatches enters; every stage
     updates its own layers as soon as their gradient is finished. F of a minibatch's microbatch j
-    reads on stage i = 1..P weights that miss ceil((2(P-i)+1-j)/N) updates; B reads the newest
+    reads on stage d = 0..P-1 weights that miss ceil((2(P-d)-1-j)/N) updates; B reads the newest
     weights (PipeMare) or those that its F has read (PipeDream, 2BW).
 
     Layout, evaluation and warm-up (PipeMare's T3) are those of the synchronous pipeline that it is
@@ -76,9 +75,9 @@ class AsyncPipeline:
 
     Clipping scales a gradient by ``clip_norm / max(norm, clip_norm)`` when its part (the layers of
     a stage, the embedding, the head) is updated. The norm is over the newest finished gradient of
-    every part, before clipping; a part that has none yet counts as 0. When stage i is updated for
-    minibatch k, the newest gradient of stage s is that of minibatch ``k + floor((s - i) / N)``,
-    where the embedding counts as stage 1 and the head as stage P+1.
+    every part, before clipping; a part that has none yet counts as 0. When stage d is updated for
+    minibatch k, the newest gradient of stage s is that of minibatch ``k + floor((s - d) / N)``,
+    where the embedding counts as stage 0 and the head as stage P.
 
     The states of a stateful model are defined for every layer after every minibatch: each data
     shard renews its own from microbatch to microbatch, and when F has run the minibatch's last
@@ -146,7 +145,7 @@ class AsyncPipeline:
         scaled = rescheduling_steps is not None
         # Embedding and head are updated in some ticks, and read in all: every stage has them.
         self._layout = pipe.layout if pipe.table.together else pipe.layout.whole_outer
-        parts = PlacedOptimizer(optimizer, self._layout, zero=pipe.zero, scaled=scaled)
+        parts = PlacedOptimizer(optimizer, self._layout, zero=pipe.options.zero, scaled=scaled)
         parts.check_parts()
         self._rules = Rules(
             self.steady,
@@ -156,7 +155,9 @@ class AsyncPipeline:
             clip_norm,
         )
         leaves = Kind.F if recompute_segment is None else Kind.R
-        setup, layout = pipe.setup(self._table()), self._layout.local
+        setup = pipe.setup(self._table())
+        layout = self._layout.local
+        # W follows B in the same tick, so B leaves to it all that belongs to W.
         self._setup = dataclasses.replace(setup, layout=layout, early=False, leaves=leaves)
 
     def _table(self) -> TickTable:
@@ -210,21 +211,22 @@ class AsyncPipeline:
             model that cannot run so.
         """
         shapes = self._rules.optimizer.placing.placed
-        others = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
-        self.pipe.check("params", params, batch, states, others)
+        optimizer_problems = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        self.pipe.check("params", params, batch, states, optimizer_problems)
 
         @partial(jax.jit, out_shardings=self.state_shardings)
         def init(
             params: Placed, optimizer_state: OptimizerState, rng: Key, states: States, step: Index
         ) -> AsyncState:
             state = self._at_rest(params, optimizer_state, shapes_of(batch), rng, states, step)
-            return state | {"flight": self._flight(state), "steady": self.steady}
+            return state | {"flight": self._make_flight(state), "steady": self.steady}
 
         return init(params, optimizer_state, rng, states, step)
 
-    def _at_rest(self, *given: Any) -> AsyncState:
-        """The state without what is in flight."""
-        params, optimizer_state, batch, rng, states, step = given
+    def _at_rest(
+        self, params: Tree, optimizer_state: Tree, batch: Tree, rng: Key, states: Tree, step: Index
+    ) -> AsyncState:
+        """The state of an empty pipeline without "flight" and "steady"; ``batch`` is of shapes."""
         # A state to be donated must not share an array, with itself or with the caller.
         params, optimizer_state, states = jax.tree.map(jnp.copy, (params, optimizer_state, states))
         owned, rest = self._rules.optimizer.state.split(optimizer_state)
@@ -252,7 +254,7 @@ class AsyncPipeline:
         }
 
     @cached_property
-    def _flight(self) -> Callable[[AsyncState], Tree]:
+    def _make_flight(self) -> Callable[[AsyncState], Tree]:
         """Makes what is in flight of an empty pipeline, from the rest of its state."""
 
         def empty(state: AsyncState) -> Tree:
@@ -276,13 +278,15 @@ class AsyncPipeline:
         if (steady := state.get("steady") or self.steady) != self.steady:
             problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
         if not problems:  # only then can the model be traced
-            refuse(checks.batch(batch, self.pipe))
-            expected = jax.eval_shape(self._flight, at_rest)
+            refuse(self.pipe.batch_problems(batch))
+            expected = jax.eval_shape(self._make_flight, at_rest)
             problems = mismatches("state['flight']", state.get("flight"), expected)
         problems += [_OTHER_STATE] if problems else []
         given = {"batch": batch, "rng": rng}
-        others = [line for k, v in minibatch.items() for line in mismatches(k, v, given[k])]
-        problems += [*others, _OTHER_MINIBATCH] if others else []
+        minibatch_problems = [
+            line for key, value in minibatch.items() for line in mismatches(key, value, given[key])
+        ]
+        problems += [*minibatch_problems, _OTHER_MINIBATCH] if minibatch_problems else []
         refuse(problems)
         return state | {"steady": self.steady}
 
@@ -305,14 +309,14 @@ class AsyncPipeline:
 
     def params(self, state: AsyncState) -> Placed:
         """The newest placed parameters of every part; all of one version after `drain`."""
-        return self._newest(self._checked(state))
+        return self._newest_params(self._checked(state))
 
     @cached_property
-    def _newest(self) -> Callable[[AsyncState], Placed]:
+    def _newest_params(self) -> Callable[[AsyncState], Placed]:
         def newest(state: AsyncState) -> Placed:
             return with_stages(run.newest_weights(self._setup, self._rules, state))
 
-        out_specs = self._layout.specs(sharded=self.pipe.zero == 3)
+        out_specs = self._layout.specs(sharded=self.pipe.options.zero == 3)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
@@ -344,10 +348,11 @@ class AsyncPipeline:
         params = self.params(state)
         optimizer = self._rules.optimizer
         components = optimizer.components(state["owned"])
-        return self._placed(params, optimizer.state.join(components, state["rest"]["embed"]))
+        optimizer_state = optimizer.state.join(components, state["rest"]["embed"])
+        return self._to_synchronous(params, optimizer_state)
 
     @cached_property
-    def _placed(self) -> Callable[..., tuple[Placed, OptimizerState]]:
+    def _to_synchronous(self) -> Callable[..., tuple[Placed, OptimizerState]]:
         """Puts parameters and optimizer state where the synchronous pipeline has them."""
         shapes = self.pipe.placed_params, self.pipe.optimizer_placing(self.optimizer).placed
         shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
@@ -355,7 +360,7 @@ class AsyncPipeline:
 
     # Running.
 
-    def step(self, state: AsyncState, batch: Batch, rng: Key = None) -> tuple[AsyncState, Any]:
+    def step(self, state: AsyncState, batch: Batch, rng: Key = None) -> tuple[AsyncState, Tree]:
         """Lets a minibatch enter: N ticks.
 
         Args:
@@ -380,11 +385,11 @@ class AsyncPipeline:
             return run.call(self._setup, self._rules, state, rows, rng)
 
         in_specs = self._specs, P(self.pipe.axes.data), P()
-        step = self.pipe.shard_map(body, in_specs, (self._specs, P()))
-        state, left = step(state, batch, rng)
+        run_ticks = self.pipe.shard_map(body, in_specs, (self._specs, P()))
+        state, left = run_ticks(state, batch, rng)
         return state, jax.tree.map(lambda w: w[0], left)
 
-    def drain(self, state: AsyncState) -> tuple[AsyncState, Any]:
+    def drain(self, state: AsyncState) -> tuple[AsyncState, Tree]:
         """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
 
         Training goes on from the state it returns, with an empty pipeline. To evaluate a run
@@ -409,11 +414,10 @@ class AsyncPipeline:
         return self.pipe.shard_map(body, (self._specs,), (self._specs, P()))(state)
 
     @cached_property
-    def _specs(self) -> dict[str, Any]:
-        """Partition specs of the state's parts."""
-
-        layout, zero, axes = self._layout, self.pipe.zero, self.pipe.axes
-        weights = layout.specs(sharded=zero == 3)
+    def _specs(self) -> dict[str, Tree]:
+        """Partition specs of the state by key; `AsyncState` says where else a new key belongs."""
+        zero, axes = self.pipe.options.zero, self.pipe.axes
+        weights = self._layout.specs(sharded=zero == 3)
         states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
         return {
@@ -476,7 +480,7 @@ def _check_arguments(
         )
     if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
-        problems.append(Problem("weights", pipe.weights, rule, {"weights": "stacked"}))
+        problems.append(Problem("weights", pipe.options.weights, rule, {"weights": "stacked"}))
     if pipe.model.uses_axes:
         problems.append(
             "An asynchronous pipeline splits no layer over devices, as Model.axes and "
@@ -486,12 +490,12 @@ def _check_arguments(
         problems.append(
             "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
         )
-    if pipe.compute_dtype is not None:
+    if pipe.options.compute_dtype is not None:
         rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
-        problems.append(Problem("compute_dtype", str(pipe.compute_dtype), rule, (None,)))
-    if pipe.residuals == "host":
+        problems.append(Problem("compute_dtype", str(pipe.options.compute_dtype), rule, (None,)))
+    if pipe.options.residuals == "host":
         rule = "would leave the host between calls: what is in flight is a part of the state"
-        problems.append(Problem("residuals", pipe.residuals, rule, ("device",)))
+        problems.append(Problem("residuals", pipe.options.residuals, rule, ("device",)))
     if SHARED in pipe.layout.outer:
         problems.append(
             "params['shared'] has no place in an asynchronous pipeline, whose stages update their "

@@ -13,10 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpipe.asynchronous.steady import Part, SteadyState
+from jaxpipe.asynchronous.steady import PartTicks, SteadyState
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lowering import table
-from jaxpipe.schedule.lowering.table import NONE, Arrival, Channel, TickTable, Transfer, Transfers
+from jaxpipe.schedule.lowering.table import (
+    NONE,
+    Arrival,
+    Channel,
+    Integer,
+    TickTable,
+    Transfer,
+    Transfers,
+)
 
 
 class Update(NamedTuple):
@@ -28,8 +36,8 @@ class Update(NamedTuple):
       version: version of the weights before the update.
     """
 
-    minibatch: Any
-    version: Any
+    minibatch: Integer
+    version: Integer
 
 
 class SteadyRow(NamedTuple):
@@ -44,10 +52,10 @@ class SteadyRow(NamedTuple):
     """
 
     row: table.Row
-    inputs: dict[Kind, Any]
-    reads: dict[str, dict[str, Any]]
+    inputs: dict[Kind, Integer]
+    reads: dict[str, dict[str, Integer]]
     updates: dict[str, Update]
-    any_update: Any
+    any_update: Integer
 
 
 class SteadyRows:
@@ -68,12 +76,18 @@ class SteadyRows:
     """
 
     def __init__(
-        self, steady: SteadyState, *, entered: Any, first: Any = 0, fused: bool = False, xp: Any
+        self,
+        steady: SteadyState,
+        *,
+        entered: Integer,
+        first: Integer = 0,
+        fused: bool = False,
+        xp: Any,
     ) -> None:
         self.steady, self.entered, self.first, self.xp = steady, entered, first, xp
         self.kinds = steady.kinds(fused=fused)
 
-    def at(self, tick: Any, stage: Any, *, layers: Any) -> SteadyRow:
+    def at(self, tick: Integer, stage: Integer, *, layers: Integer) -> SteadyRow:
         """Computes what one stage does in one tick.
 
         Args:
@@ -100,13 +114,13 @@ class SteadyRows:
         updates = {name: self._update(part, tick) for name, part in steady.parts(stage).items()}
         return SteadyRow(row, inputs, self._reads(tick), updates, any_update)
 
-    def _runs(self, g: Any) -> Any:
+    def _runs(self, g: Integer) -> Integer:
         return (g >= 0) & (g < self.entered)
 
-    def _if_runs(self, g: Any, value: Any) -> Any:
+    def _if_runs(self, g: Integer, value: Integer) -> Integer:
         return self.xp.where(self._runs(g), value, NONE)
 
-    def _cell(self, kind: Kind, part: Part, tick: Any, layers: Any) -> table.Cell:
+    def _cell(self, kind: Kind, part: PartTicks, tick: Integer, layers: Integer) -> table.Cell:
         steady = self.steady
         versions = {Kind.F: steady.forward_version, Kind.R: steady.recompute_version}
         version, g = versions.get(kind, steady.backward_version), tick - part.start(kind)
@@ -123,7 +137,7 @@ class SteadyRows:
             gradient=zero,
         )
 
-    def _arrivals(self, tick: Any, stage: Any) -> tuple[Arrival, ...]:
+    def _arrivals(self, tick: Integer, stage: Integer) -> tuple[Arrival, ...]:
         """Arrivals of cotangents and activations."""
         last = self.steady.num_stages - 1
         before, behind = (self.steady.stage(stage + shift) for shift in (-1, 1))
@@ -134,7 +148,7 @@ class SteadyRows:
         arrivals = [Arrival(self.xp.where(ends, NONE, slot), NONE) for ends, slot in edges]
         return tuple(arrivals) if last else ()
 
-    def _outer(self, tick: Any) -> table.Outer:
+    def _outer(self, tick: Integer) -> table.Outer:
         embed, head = self.steady.embed, self.steady.head
         enters, leaves, ends = tick - embed.forward, tick - head.forward, tick - embed.backward
         return table.Outer(
@@ -146,7 +160,7 @@ class SteadyRows:
             embed_gradient_slot=self.xp.full((1,), NONE),
         )
 
-    def _reads(self, tick: Any) -> dict[str, dict[str, Any]]:
+    def _reads(self, tick: Integer) -> dict[str, dict[str, Integer]]:
         steady, first, count = self.steady, self.first, self.steady.num_versions
         embed, head = steady.embed, steady.head
         enter = steady.forward_version(embed, tick - embed.forward, first)
@@ -157,10 +171,10 @@ class SteadyRows:
         reads = {"enter": (enter, enter), "leave": leave, "embed_gradient": (back, back)}
         return {k: {"embed": e % count, "head": h % count} for k, (e, h) in reads.items()}
 
-    def _is_due(self, g: Any) -> Any:
+    def _is_due(self, g: Integer) -> Integer:
         return self._runs(g) & self.steady.updates(g)
 
-    def _update(self, part: Part, tick: Any) -> Update:
+    def _update(self, part: PartTicks, tick: Integer) -> Update:
         g = tick - part.backward
         minibatch = g // self.steady.num_microbatches
         due = self.xp.where(self._is_due(g), minibatch, NONE)
@@ -183,10 +197,10 @@ def steady_table(
     rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
     row = rows.at(tick, stage, layers=np.asarray(layer_counts)).row
 
-    def column(value: Any) -> np.ndarray:
+    def column(value: Integer) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, np.int32), (len(tick), P))
 
-    def transfers(tick_of_chunk: Any) -> Transfers:
+    def transfers(tick_of_chunk: Integer) -> Transfers:
         chunk = column(np.where(tick == tick_of_chunk, 0, NONE))
         edge = Transfer(*(np.zeros((0, P), np.int32) for _ in Transfer._fields))
         return Transfers(chunk, column(0), column(0), 1, group=0, shares=1, parts=1, edge=edge)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,21 @@ from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup, fix
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
 from jaxpipe.runtime.update.per_unit import with_stages, without_stages
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, Row
 
-AsyncState: TypeAlias = dict[str, Any]
+AsyncState: TypeAlias = dict[str, Tree]
 """State of a run from call to call: "weights" and "delta" by part, "owned" and "rest" of the
 optimizer, "states" of stateful layers after the last whole minibatch, "recent" rows and keys,
-"clock", the rules "steady", and "flight": what is in flight."""
+"clock", the rules "steady", and "flight": what is in flight.
+
+A new key belongs in `_at_rest` and `_specs` of `AsyncPipeline` and in what `call` returns; also in
+`_BY_PART` if it holds a tree for each part; a key of "flight", in `_in_flight` and `_carried`."""
 
 _BY_PART = ("weights", "delta", "rest")
 
@@ -71,7 +75,7 @@ class Recent:
         return None if self.scale is None else self.scale[i % self.steady.num_slots]
 
 
-def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Any]:
+def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Tree]:
     """Makes what is in flight in a pipeline that is empty; arguments as for `call`."""
     own, steady = _own(state), rules.steady
     fixed, tied = _fix(setup, rules, own)
@@ -127,7 +131,7 @@ def call(
     layers = jnp.asarray(setup.table.layer_counts)[fixed.stage]
     minibatch = None if rows is None else fixed.weighed(StepMicrobatches(rows, rng))
 
-    def tick(through: Any, offset: Index) -> tuple[Any, Tree]:
+    def tick(through: Tree, offset: Index) -> tuple[Tree, Tree]:
         recent, carried, averaged = through
         now = clock["tick"] + offset
         if minibatch is not None:
@@ -172,7 +176,7 @@ def _average_states(
 ) -> tuple[Carried, States]:
     """Averages the stage's states over data shards if F has ended a minibatch in this tick."""
 
-    def body(through: Any) -> Any:
+    def body(through: Tree) -> Tree:
         states = average(through[0], fixed.axes)
         return states, states
 
@@ -219,7 +223,7 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
     weights = Versioned(rules.steady, rules.discrepancy_decay is not None)
     fixed = fix(setup, recent, outer, weights=weights, gradients=None)
 
-    def read(function: Callable[[OuterParams], Any], name: str) -> bool:
+    def read(function: Callable[[OuterParams], Tree], name: str) -> bool:
         return any(read_leaves(lambda part: function(outer | {name: part}), outer[name]))
 
     if read(lambda outer: fixed.embed(recent, outer, 0), "head"):
@@ -240,7 +244,9 @@ def _at(fixed: Fixed, rules: Rules, row: SteadyRow, *, tied: bool) -> Fixed:
 def _outer(setup: Setup, own: AsyncState) -> OuterParams:
     """A version of embedding and head, whole."""
     outer = {name: jax.tree.map(lambda w: w[0], own["weights"][name]) for name in ("embed", "head")}
-    return gather(outer, setup.layout.outer, setup.layout.axes) if setup.zero == 3 else outer
+    return (
+        gather(outer, setup.layout.outer, setup.layout.axes) if setup.options.zero == 3 else outer
+    )
 
 
 # The state between calls.
@@ -277,7 +283,7 @@ def _carried(rules: Rules, own: AsyncState) -> Carried:
     )
 
 
-def _in_flight(carried: Carried, scale: jax.Array | None) -> dict[str, Any]:
+def _in_flight(carried: Carried, scale: jax.Array | None) -> dict[str, Tree]:
     """Undoes `_carried`, as far as it is in flight; ``scale`` is that of weighted losses."""
     extra = carried.finished
     optional = {"layer_losses": extra.layer_losses, "scale": scale}

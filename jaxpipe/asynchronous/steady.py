@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -27,12 +27,12 @@ ASYNCHRONOUS_METHODS: dict[str, str] = {
 }
 """Rules for which weights are read, by the method's name."""
 
-Integers = Any
+Integers: TypeAlias = Any
 """An integer, an array of them, or a traced one."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PartTicks:
     """Ticks of a part's work on microbatch g: forward in g + forward, gradient in g + backward.
 
     If it recomputes, it runs forward again in tick g + recompute, and its segment starts from the
@@ -115,19 +115,19 @@ class SteadyState:
         again = () if self.recompute_segment is None else (Kind.R,)
         return (*again, Kind.F, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
 
-    def stage(self, d: Integers) -> Part:
+    def stage(self, d: Integers) -> PartTicks:
         """The layers of stage d, from 0."""
         backward = 2 * self.num_stages - 1 - d
         if self.recompute_segment is None:
-            return Part(d, backward)
-        return Part(d, backward, backward - 2 * (self._segment_end(d) - d))
+            return PartTicks(d, backward)
+        return PartTicks(d, backward, backward - 2 * (self._segment_end(d) - d))
 
     def _segment_end(self, d: Integers) -> Integers:
         """The last stage of the segment of stage d."""
         segment, last = self.recompute_segment or 1, self.num_stages - 1
         return -_at_least(-last, -(d // segment * segment + segment - 1))
 
-    def begins_segment(self, d: Integers) -> Any:
+    def begins_segment(self, d: Integers) -> Integers:
         """Says whether stage d keeps its input, from which its segment is recomputed."""
         return d % (self.recompute_segment or 1) == 0
 
@@ -138,16 +138,16 @@ class SteadyState:
         return tuple((d - 1, d) for d in stages if not self.begins_segment(d))
 
     @property
-    def embed(self) -> Part:
+    def embed(self) -> PartTicks:
         """The embedding: looked up with the first stage's forward, updated with it."""
         return self.stage(0)
 
     @property
-    def head(self) -> Part:
+    def head(self) -> PartTicks:
         """The head: forward and backward at once, after the last stage's forward."""
-        return Part(self.num_stages - 1, self.num_stages - 1)
+        return PartTicks(self.num_stages - 1, self.num_stages - 1)
 
-    def parts(self, d: Integers) -> dict[str, Part]:
+    def parts(self, d: Integers) -> dict[str, PartTicks]:
         """The parts of the model by name, with the layers of stage d."""
         return {"layers": self.stage(d), "embed": self.embed, "head": self.head}
 
@@ -244,20 +244,20 @@ class SteadyState:
         """The place of microbatch g's minibatch among the losses that are not yet known."""
         return g // self.num_microbatches % (1 + self.loss_lag)
 
-    def delay(self, part: Part, j: Integers) -> Integers:
+    def delay(self, part: PartTicks, j: Integers) -> Integers:
         """Number of earlier minibatches whose updates the forward of a minibatch's microbatch j
         misses when the pipeline is full."""
         if self.method == "2bw":
             return 1 + 0 * j
         return -((j - (part.backward - part.forward)) // self.num_microbatches)
 
-    def mean_delay(self, part: Part) -> Any:
+    def mean_delay(self, part: PartTicks) -> Integers:
         """The mean of `delay` over a minibatch: PipeMare's tau."""
         if self.method == "2bw":
             return 1.0
         return (part.backward - part.forward) / self.num_microbatches
 
-    def mean_recompute_delay(self, part: Part) -> Any:
+    def mean_recompute_delay(self, part: PartTicks) -> Integers:
         """The mean number of updates that the recomputation of a minibatch misses."""
         if self.method == "2bw":
             return 1.0
@@ -265,31 +265,31 @@ class SteadyState:
 
     # Weight versions: version k has seen the updates of minibatches 0..k-1.
 
-    def newest(self, part: Part, tick: Integers, first: Integers = 0) -> Integers:
+    def newest(self, part: PartTicks, tick: Integers, first: Integers = 0) -> Integers:
         """The version a part has reached before its update in a tick, counted since the pipeline
         was last empty and filled with version ``first``."""
         return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
 
-    def forward_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:
+    def forward_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
         """The version that the forward of microbatch g reads."""
         minibatch = first + g // self.num_microbatches
         if self.method == "2bw":
             return _at_least(0, minibatch - 1)
         return self.newest(part, g + part.forward, first)
 
-    def backward_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:
+    def backward_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
         """The version that the backward of microbatch g reads."""
         if self.method == "pipemare":
             return self.newest(part, g + part.backward, first)
         return self.forward_version(part, g, first)
 
-    def recompute_version(self, part: Part, g: Integers, first: Integers = 0) -> Integers:
+    def recompute_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
         """The version with which microbatch g is recomputed."""
         if self.method == "pipemare":
             return self.newest(part, g + part.recompute, first)
         return self.forward_version(part, g, first)
 
-    def updates(self, g: Integers) -> Any:
+    def updates(self, g: Integers) -> Integers:
         """Says whether an update follows the gradient of microbatch g, as it ends its minibatch."""
         return g % self.num_microbatches == self.num_microbatches - 1
 

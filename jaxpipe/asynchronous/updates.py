@@ -21,12 +21,10 @@ from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.gradients import GradientSink
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, LayerWork, Work
 from jaxpipe.runtime.tick.layer_passes import Through, run_layers
 from jaxpipe.runtime.tick.messages import send
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.update.optimizer import PARTS, PlacedOptimizer
@@ -104,7 +102,7 @@ class Updated(GradientSink):
         return self.steady.num_sums(tied=self.tied)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        placed, sharded = fixed.params.placed, fixed.setup.zero >= 2
+        placed, sharded = fixed.params.placed, fixed.setup.options.zero >= 2
         sums = jax.tree.map(lambda leaf: leaf.summed.struct(sharded=sharded), placed)
         shapes, slots = {"gradients": sums}, self.steady.input_slots
         if slots:
@@ -121,7 +119,7 @@ class Updated(GradientSink):
         return Extra({}, {}, norms, {name: buffers[name] for name in KEPT if name in buffers})
 
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
-        zero, starts = work.fixed.setup.zero, self._starts(work.cell.microbatch)
+        zero, starts = work.fixed.setup.options.zero, self._starts(work.cell.microbatch)
         stored = widened(stored)
         if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
             stored = reduce_gradients(stored, work.leaves, work.fixed.axes, zero=zero)
@@ -183,11 +181,11 @@ class Updated(GradientSink):
             states = read_slot(kept["read_states"], slots[Kind.R], count, slot_dim)
         given = carried.but(weights=None, finished=None, states=states)
         work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
-        through, _ = run_layers(work, Through(given, message), {})
+        through = run_layers(work, Through(given, {"x": message}))
         runs = cells[Kind.F].layers > 0
         slot = jnp.where(begins & runs, slots[Kind.F], NONE)
         inbox = at_slot(through.carried.inboxes["x"], cells[Kind.F].inbox)
-        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": through.message}
+        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": through.messages["x"]}
         if "read_states" in kept:
             new["read_states"] = run_if(
                 runs,
@@ -226,7 +224,7 @@ class Updated(GradientSink):
 
     def _finished(self, fixed: Fixed, sums: Gradients, name: str) -> Gradients:
         """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
-        leaves, zero = _placed(fixed, name), fixed.setup.zero
+        leaves, zero = _placed(fixed, name), fixed.setup.options.zero
         if name != "layers" or zero < 2:
             sums = reduce_gradients(sums, leaves, fixed.axes, zero=zero)
         return rounded(sums, leaves)
@@ -308,7 +306,7 @@ class Updated(GradientSink):
 
         def square(leaf: Leaf, g: jax.Array) -> jax.Array:
             total = jnp.sum(jnp.square(g.astype(jnp.float32)))
-            if fixed.setup.zero >= 1 and leaf.data_dim is not None:
+            if fixed.setup.options.zero >= 1 and leaf.data_dim is not None:
                 total = lax.psum(total, fixed.axes.split)
             return total if leaf.stage_dim is None else lax.psum(total, fixed.axes.stage)
 

@@ -7,7 +7,7 @@ slot an action reads. T2 corrects what a backward reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ from jax import lax
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.data_axis import gather
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.weights import WeightSource
-from jaxpipe.runtime.tick.work import LayerWork
+from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, WeightSource
 from jaxpipe.runtime.types import Arrays, Index, OuterParams, Stored, Tree
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import Integer
 
 
 class Versions(NamedTuple):
@@ -79,7 +78,7 @@ class Versioned(WeightSource):
 
     steady: SteadyState
     corrects: bool
-    reads: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    reads: dict[str, dict[str, Integer]] = dataclasses.field(default_factory=dict)
 
     def layer(self, work: LayerWork) -> list[Stored]:
         params, held = work.fixed.params, work.held
@@ -90,7 +89,7 @@ class Versioned(WeightSource):
             if work.action is Kind.R:
                 tau -= self.steady.mean_recompute_delay(part)
             weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
-        if work.fixed.setup.zero == 3:
+        if work.fixed.setup.options.zero == 3:
             weights = gather(weights, work.leaves, work.fixed.axes)
         return [weights]
 
@@ -103,7 +102,7 @@ class Versioned(WeightSource):
             (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
             tau = self.steady.mean_delay(self.steady.embed)
             outer["embed"] = _corrected(embed, delta, tau)
-        if fixed.setup.zero == 3:
+        if fixed.setup.options.zero == 3:
             outer, value = tie(outer, value)
             outer = gather(outer, fixed.setup.layout.outer, fixed.axes)
         return outer, value

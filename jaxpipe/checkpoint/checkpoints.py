@@ -31,7 +31,7 @@ from jaxpipe.checkpoint.processes import from_first
 from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
-from jaxpipe.schedule.problems import below_one, refuse
+from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,15 +92,18 @@ class Checkpoints:
     ) -> None:
         self._folder, self._keep = Path(folder).resolve(), keep
         self._read_only, self._older = read_only, older
-        problems = [*below_one(keep=keep)]
+        problems: list[Problem | str] = [*below_one(keep=keep)]
         is_file = self._folder.exists() and not self._folder.is_dir()
-        file = f"folder={str(folder)!r} is a file; checkpoints need a folder of their own."
-        refuse([*problems, *[file] * is_file])
+        if is_file:
+            name = f"folder={str(folder)!r}"
+            problems.append(f"{name} is a file; checkpoints need a folder of their own.")
+        refuse(problems)
         self._manager: ocp.CheckpointManager | None = None
-        self._writing, self._left = 0, False
+        self._writing = 0  # the step being written, for its checksums
+        self._left = False  # as a context manager
 
     def __enter__(self) -> Checkpoints:
-        if not self._read_only:
+        if not self._read_only and (self._manager is None or self._left):
             self._open()
         return self
 
@@ -136,7 +139,8 @@ class Checkpoints:
         """The step with the lowest held-out loss, or None if none was evaluated."""
         losses = {step: keeping.read_loss(self._folder / str(step)) for step in self.steps}
         evaluated = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-        return min(evaluated, key=evaluated.__getitem__, default=None)
+        # The newest of equals, as `keeping.LatestAndBest` keeps it.
+        return min(reversed(evaluated), key=evaluated.__getitem__, default=None)
 
     def shapes(self, step: int) -> Shapes:
         """Shapes and dtypes of what was saved, in dictionaries and lists."""
@@ -362,7 +366,9 @@ class Checkpoints:
             raise ValueError(f"folder={str(self._folder)!r} was opened with read_only=True.")
         # This runs while the threads that write still take work; `atexit` would be too late.
         threading._register_atexit(self._finish)  # type: ignore[attr-defined]
-        self._left, damaged = False, self.found.damaged
+        # What the folder held at first is moved once: later, its steps may be saved again.
+        damaged = self.found.damaged if self._manager is None else ()
+        self._left = False
         from_first(lambda: recovery.move_aside(self._folder, damaged))
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -387,7 +393,7 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
-        checksums.write(written, self._writing)
+        checksums.write_checksums(written, self._writing)
 
 
 def _require_json(argument: str, fields: Mapping[str, Any]) -> None:

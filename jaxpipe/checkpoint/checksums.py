@@ -30,7 +30,7 @@ class DamagedError(ValueError):
         super().__init__(printable(message))
 
 
-def write(folder: Path, step: int) -> None:
+def write_checksums(folder: Path, step: int) -> None:
     """Writes the step, and the checksum and size of every file in a folder, to a file in it.
 
     Args:
@@ -45,12 +45,12 @@ def write(folder: Path, step: int) -> None:
     (folder / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def verify(folder: Path, names: Sequence[str] | None = None) -> None:
+def verify_checksums(folder: Path, names: Sequence[str] | None = None) -> None:
     """Compares files with their checksums. Files that came later are ignored, but orbax's metadata
     of the step must be as it writes them.
 
     Args:
-      folder: `write` has been called for it; its name is the step.
+      folder: `write_checksums` has been called for it; its name is the step.
       names: relative paths of the files to read; all by default.
 
     Raises:

@@ -10,7 +10,7 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
-from jaxpipe.runtime.checks import NO_STATES
+from jaxpipe.runtime.assembly import NO_STATES
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import leaf_mismatches
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree

@@ -147,7 +147,7 @@ def verify(folder: Path, older: Older | None) -> bool:
         if not names:
             raise DamagedError("its folder is empty")
         if checksums.FILE in names:
-            checksums.verify(folder)
+            checksums.verify_checksums(folder)
             return True
         run = read_json(folder / RUN / _JSON_FILE)
         if older is None or CHECKSUMS in run:

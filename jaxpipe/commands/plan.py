@@ -11,12 +11,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpipe.commands.predictions import print_parts, read_sizes
 from jaxpipe.commands.printing import output_console, print_table
-from jaxpipe.planning import configurations, step
-from jaxpipe.planning.calibration import find
+from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
-from jaxpipe.planning.devices import LAUNCH_SECONDS, USABLE_MEMORY, Cluster, Passes, cluster
-from jaxpipe.planning.found import Found, Goal
-from jaxpipe.planning.search import FINALISTS, REASONS, Result, compiled, search
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.devices import DEVICES, LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster, find
+from jaxpipe.planning.search import FINALISTS, REASONS, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show import svg
@@ -69,7 +68,13 @@ def plan(
       picture: file to draw the Pareto front in, .svg.
       write_sizes: file to write what the model computes and keeps to, for --sizes.
     """
-    refuse(_problems(config, sizes, devices, context, batch, tokens, critical_batch, out))
+    refuse(
+        [
+            *_problems(config, sizes, out),
+            *_below_one(devices, context, batch),
+            *_wrong_tokens(tokens, critical_batch),
+        ]
+    )
     found = find(device)
     kind = found if isinstance(found, str) else found.name
     refuse(_unmeasurable(measure, kind, config))
@@ -103,7 +108,7 @@ def plan(
         assert configured is not None
         best = result.best[0]
         steps = None if tokens is None else round(best.steps)
-        text = configured.write(best.plan, step.chunk_costs(best.placed), steps)
+        text = configured.write(best.plan, cost.chunk_costs(best.placed), steps)
         out.write_text(text, encoding="utf-8")
         console.print(f"the first plan is written to {out}")
     if picture is not None:
@@ -117,8 +122,8 @@ def _compiled(
     """Compiles the best plans of a result, without their devices."""
     compiling = bar.add_task("compiling", total=min(count, len(result.best)))
 
-    def taken(candidate: Found) -> int:
-        costs = step.chunk_costs(candidate.placed)
+    def taken(candidate: Prediction) -> int:
+        costs = cost.chunk_costs(candidate.placed)
         size = configured.compiled_bytes(candidate.plan, costs, device)
         bar.advance(compiling)
         return size
@@ -126,16 +131,7 @@ def _compiled(
     return compiled(result, taken, count=count, goal=goal)
 
 
-def _problems(
-    config: Path | None,
-    sizes: Path | None,
-    devices: Sequence[int],
-    context: int,
-    batch: Sequence[int] | None,
-    tokens: float | None,
-    critical_batch: float | None,
-    out: Path | None,
-) -> list[Problem]:
+def _problems(config: Path | None, sizes: Path | None, out: Path | None) -> list[Problem]:
     problems = []
     if (config is None) == (sizes is None):
         rule = "or $sizes must be given, and not both"
@@ -144,9 +140,18 @@ def _problems(
         problems.append(
             Problem("out", out, "needs $config, which it changes", (), {"config": None})
         )
-    problems += below_one(context=context)
+    return problems
+
+
+def _below_one(devices: Sequence[int], context: int, batch: Sequence[int] | None) -> list[Problem]:
+    problems = below_one(context=context)
     problems += [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
     problems += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
+    return problems
+
+
+def _wrong_tokens(tokens: float | None, critical_batch: float | None) -> list[Problem]:
+    problems = []
     for name, number in (("tokens", tokens), ("critical_batch", critical_batch)):
         if number is not None and not number > 0:
             problems.append(Problem(name, number, "must be a number of tokens above 0"))
@@ -184,24 +189,19 @@ def _report(
 ) -> None:
     devices = clusters[0]
     counts = ", ".join(str(cluster.count) for cluster in clusters)
-    kind, passes = devices.device, devices.device.passes
-    basis = "assumed" if passes == Passes() else "measured"
+    kind = devices.device
+    basis = "assumed" if kind in DEVICES.values() else "measured"
     console.print(
         f"{_title(model, devices)} x {counts}: {basis} are {devices.flops / 1e12:.0f} TFLOP/s of "
         f"matmuls ({kind.efficiency.flops:.0%} of the peak), {devices.bandwidth / 1e12:.2f} TB/s "
         f"of memory ({kind.efficiency.memory:.0%}), {devices.within / 1e9:.0f} GB/s within hosts "
         f"of {devices.per_host} ({kind.efficiency.link:.0%}), "
         f"{devices.across / 1e9:.0f} GB/s between them, {LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
+        f"{kind.latency * 1e6:.0f} us per message beyond its bytes, "
         f"{devices.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
         f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
         f"{kind.source}"
     )
-    if passes != Passes():
-        console.print(
-            f"Measured F, B and W take {passes.f:.2f}, {passes.b:.2f} and {passes.w:.2f} times "
-            f"what kernels at these rates take, an update {passes.update:.2f} times, and each "
-            f"message {kind.latency * 1e6:.0f} us more."
-        )
     _print_plans(console, "best plans", result.best[:5], goal)
     front = sorted(result.front, key=lambda candidate: candidate.device_bytes)
     _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
@@ -215,7 +215,7 @@ def _report(
             console.print(f"  {count} {reason}: {REASONS[reason]}")
 
 
-def _print_plans(console: Console, title: str, plans: Sequence[Found], goal: Goal) -> None:
+def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal: Goal) -> None:
     training = goal.tokens is not None
     experts = any(candidate.placed.variant.expert > 1 for candidate in plans)
     columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
@@ -248,7 +248,7 @@ def figure(result: Result, title: str) -> str:
     gigabytes = [candidate.device_bytes / 1e9 for candidate in candidates]
     seconds = [candidate.step_seconds for candidate in candidates]
 
-    def place(candidate: Found) -> tuple[float, float]:
+    def place(candidate: Prediction) -> tuple[float, float]:
         x, y = candidate.device_bytes / 1e9, candidate.step_seconds
         right = (x - min(gigabytes)) / (max(gigabytes) - min(gigabytes) or 1)
         down = (max(seconds) - y) / (max(seconds) - min(seconds) or 1)

@@ -12,12 +12,16 @@ from rich.console import Console
 from jaxpipe.commands.options import message
 from jaxpipe.commands.printing import print_table
 from jaxpipe.files import read_bytes
-from jaxpipe.planning import step
-from jaxpipe.planning.calibration import find
-from jaxpipe.planning.devices import cluster
-from jaxpipe.planning.found import Found
-from jaxpipe.planning.plans import UNROLLED_LAYERS, OnHost, Placed, Plan
-from jaxpipe.planning.search import exact_best
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.devices import cluster, find
+from jaxpipe.planning.plans import (
+    UNROLLED_LAYERS,
+    Offload,
+    PlacedPlan,
+    Plan,
+    who_computes_ends,
+)
+from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
@@ -81,9 +85,9 @@ class OnDevices:
             rule = "and $expert must divide $data shards together"
             others = {"expert": self.expert, "data": self.data}
             problems.append(Problem("replica", self.replica, rule, (1,), others))
-        if unknown := [name for name in self.host_names if name not in OnHost._fields]:
+        if unknown := [name for name in self.host_names if name not in Offload._fields]:
             rule = f"has {', '.join(unknown)}, which cannot lie there"
-            places = (*OnHost._fields, ",".join(OnHost._fields))
+            places = (*Offload._fields, ",".join(Offload._fields))
             problems.append(Problem("on_host", self.on_host, rule, places))
         if self.zero not in range(4):
             problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
@@ -112,7 +116,7 @@ class OnDevices:
 
 def of_schedules(
     names: Sequence[str], on: OnDevices, *, stages: int, microbatches: int
-) -> tuple[dict[str, Found], dict[str, str]]:
+) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Predicts what each schedule takes on one mesh, and says why the others do not fit it.
 
     Args:
@@ -133,11 +137,11 @@ def of_schedules(
     shape: dict[str, Any] = {
         "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
         "context": on.context, "tensor": on.tensor,
-        "on_host": OnHost(**dict.fromkeys(on.host_names, True)),
+        "on_host": Offload(**dict.fromkeys(on.host_names, True)),
         "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
         "zero": on.zero if on.data > 1 else 0, "weights": "unrolled" if few else "stacked",
     }  # fmt: skip
-    predictions: dict[str, Found] = {}
+    predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}
     entries = {entry.name: entry for entry in catalog.entries()}
     for name in names:
@@ -148,9 +152,14 @@ def of_schedules(
             reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
         try:
-            predictions[name] = exact_best(Placed(plan, model, devices))
+            choices = [
+                predicted(PlacedPlan(dataclasses.replace(plan, ends=ends), model, devices))
+                for ends in who_computes_ends(model, on.variant, stages)
+            ]
         except ArgumentError as error:
             reasons[name] = message(error)
+            continue
+        predictions[name] = min(choices, key=lambda one: (not fits(one), one.step_seconds))
     return predictions, reasons
 
 
@@ -158,7 +167,7 @@ def print_parts(
     console: Console,
     title: str,
     label: str,
-    plans: Sequence[tuple[str, Found]],
+    plans: Sequence[tuple[str, Prediction]],
     which: str,
     scale: float,
 ) -> None:
@@ -178,7 +187,7 @@ def print_parts(
     rows = []
     for name, plan in plans:
         parts = getattr(plan, which)
-        values = [*parts.values(), step.total(parts)]
+        values = [*parts.values(), sum(parts.values())]
         values += [plan.compiled_bytes] * compiles
         rows.append((name, *(_shown(scale * value) for value in values)))
     print_table(console, columns, rows, title=title)

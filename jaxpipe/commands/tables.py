@@ -23,8 +23,8 @@ from jaxpipe.commands.options import (
 from jaxpipe.commands.plan import progress_bar
 from jaxpipe.commands.predictions import OnDevices, of_schedules, print_parts
 from jaxpipe.commands.printing import output_console, print_list, print_table, say
-from jaxpipe.planning.candidates import SCHEDULES
-from jaxpipe.planning.found import Found
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.plans import SCHEDULES
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -155,7 +155,7 @@ def compare(
     elif out is not None:
         of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
         title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
-        draw.save(comparison.figure(rows, title), out)
+        draw.save(comparison.comparison_figure(rows, title), out)
     console = output_console()
     _print_rows(console, rows)
     say(console, _COMPARED)
@@ -165,7 +165,7 @@ def compare(
         say(console, f"{name} does not fit: {reason}")
 
 
-def _print_predictions(predictions: Mapping[str, Found], reasons: Mapping[str, str]) -> None:
+def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[str, str]) -> None:
     rows = sorted(predictions.items(), key=lambda item: item[1].step_seconds)
     parts = ("ms of a step", "seconds", 1e3), ("GB of a device", "bytes", 1e-9)
     console = output_console()
@@ -190,7 +190,9 @@ def _instead(**given: Any) -> list[Problem]:
     ]
 
 
-def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> comparison.Sizes | None:
+def _sizes(
+    weight_bytes: float | None, activation_bytes: float | None
+) -> comparison.StageBytes | None:
     if weight_bytes is None and activation_bytes is None:
         return None
     given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
@@ -202,7 +204,7 @@ def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> compar
     )
     assert weight_bytes is not None
     assert activation_bytes is not None
-    return comparison.Sizes(weight_bytes, activation_bytes)
+    return comparison.StageBytes(weight_bytes, activation_bytes)
 
 
 def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
 
 
 def functional(
-    module: nnx.Module, *, method: Callable[..., Any] | None = None
-) -> tuple[Callable[..., Any], Params]:
+    module: nnx.Module, *, method: Callable[..., Tree] | None = None
+) -> tuple[Callable[..., Tree], Params]:
     """Splits a module into a pure function and its parameters.
 
     Args:
@@ -54,15 +53,15 @@ def functional(
         )
     apply_stateful, params, _ = stateful(module, method=method)
 
-    def apply(params: Params, *args: Any, rng: Key = None) -> Any:
+    def apply(params: Params, *args: Tree, rng: Key = None) -> Tree:
         return apply_stateful(params, {}, *args, rng=rng)[0]
 
     return apply, params
 
 
 def stateful(
-    module: nnx.Module, *, method: Callable[..., Any] | None = None
-) -> tuple[Callable[..., Any], Params, States]:
+    module: nnx.Module, *, method: Callable[..., Tree] | None = None
+) -> tuple[Callable[..., Tree], Params, States]:
     """Splits a module that keeps running statistics into a pure function and two trees.
 
     Args:
@@ -92,8 +91,8 @@ def stateful(
     params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
 
     def apply(
-        params: Params, state: States, *args: Any, rng: Key = None, train: bool = True
-    ) -> tuple[Any, States]:
+        params: Params, state: States, *args: Tree, rng: Key = None, train: bool = True
+    ) -> tuple[Tree, States]:
         merged = nnx.merge(
             graphs[train, rng is None],
             jax.tree.unflatten(params_tree, jax.tree.leaves(params)),
@@ -128,7 +127,7 @@ def axis_split(module: nnx.Module) -> Tree:
 
 def stack(
     make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
-) -> tuple[Callable[..., Any], Params]:
+) -> tuple[Callable[..., Tree], Params]:
     """Makes equal layers, stacked as ``params["layers"]`` wants them.
 
     Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
@@ -177,7 +176,7 @@ def checked(module: nnx.Module) -> nnx.Module:
     raise ValueError(f"module is {module!r}, no flax nnx module: {remedy}.")
 
 
-def view(module: Any, train: bool, deterministic: bool) -> Any:
+def view(module: nnx.Module, train: bool, deterministic: bool) -> Tree:
     """Views a module in training or evaluation, with or without dropout; variables are shared."""
     return nnx.view(
         module,
@@ -187,7 +186,7 @@ def view(module: Any, train: bool, deterministic: bool) -> Any:
     )
 
 
-def streams(state: Any, rng: Key) -> Any:
+def streams(state: Tree, rng: Key) -> Tree:
     """Gives each random stream of ``state`` its own key, folded from ``rng``, and count 0.
 
     Without a key the module is deterministic, and any key will do.

@@ -39,13 +39,13 @@ class Converted(NamedTuple):
 
 
 def model(
-    module: Any,
+    module: nnx.Module,
     *,
-    layers: Sequence[Any],
-    embed: Callable[[Any, Batch], Activation],
-    loss: Callable[[Any, Activation, Batch], Any],
-    layer: Callable[[Any, Activation, Batch], Any] = lambda layer, x, batch: layer(x),
-    output: Callable[[Any, Activation, Batch], Tree] | None = None,
+    layers: Sequence[nnx.Module],
+    embed: Callable[[nnx.Module, Batch], Activation],
+    loss: Callable[[nnx.Module, Activation, Batch], Tree],
+    layer: Callable[[nnx.Module, Activation, Batch], Tree] = lambda layer, x, batch: layer(x),
+    output: Callable[[nnx.Module, Activation, Batch], Tree] | None = None,
     train: bool = True,
     axes: tuple[str, ...] = (),
 ) -> Converted:
@@ -110,13 +110,17 @@ def model(
     return Converted(made, params, tuple(split.states) if is_stateful else None)
 
 
-def _of_last(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _of_last(call: Callable[..., Tree], function: Callable[..., Tree]) -> Callable[..., Tree]:
     """Makes a function of the last layer's x, as `Model` has it."""
     return lambda outer, x, batch, rng: call(function, outer, rng, x, batch)
 
 
 def update(
-    module: Any, params: Params, *, layers: Sequence[Any], states: States | None = None
+    module: nnx.Module,
+    params: Params,
+    *,
+    layers: Sequence[nnx.Module],
+    states: States | None = None,
 ) -> None:
     """Writes trained parameters back into the modules, which may be abstract.
 
@@ -174,7 +178,7 @@ class _Split:
     outer: Any
 
 
-def _split(module: Any, layers: Sequence[Any]) -> _Split:
+def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
     """Sorts state by its owner; raises ValueError for what is shared or must not be there."""
     if isinstance(layers, nnx.Module) and not isinstance(layers, nnx.List):
         raise ValueError(f"layers is a {type(layers).__name__}; give a sequence of modules.")
@@ -215,7 +219,7 @@ def _split(module: Any, layers: Sequence[Any]) -> _Split:
 
 
 def _leaves(
-    node: Any, path: str = "", *, without: Sequence[Any] = (), seen: set[int] | None = None
+    node: Any, path: str = "", *, without: Sequence[nnx.Module] = (), seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Yields variables and arrays that a module reaches other than through some of its parts."""
     seen = {id(part) for part in without} if seen is None else seen
@@ -237,10 +241,10 @@ def _leaves(
 
 
 def _layer_functions(
-    layers: Sequence[Any], method: Callable[..., Any], train: bool, is_stateful: bool
-) -> list[Callable[..., Any]]:
+    layers: Sequence[nnx.Module], method: Callable[..., Tree], train: bool, is_stateful: bool
+) -> list[Callable[..., Tree]]:
     """Makes a function for each layer, as for `Model`; layers unlike only in arrays share one."""
-    kinds: list[tuple[Any, Callable[..., Any]]] = []
+    kinds: list[tuple[Any, Callable[..., Tree]]] = []
     functions = []
     for part in layers:
         graph, _ = nnx.split(part)
@@ -255,7 +259,7 @@ def _layer_functions(
 _MISSING = object()
 
 
-def _tell_difference(layers: Sequence[Any]) -> None:
+def _tell_difference(layers: Sequence[nnx.Module]) -> None:
     """Warns of layers that could be stacked but for attributes that are no arrays."""
     parts = [dict(_attributes(part)) for part in layers]
     differ = [
@@ -285,20 +289,20 @@ def _attributes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _layer_function(
-    part: Any, method: Callable[..., Any], train: bool, is_stateful: bool
-) -> Callable[..., Any]:
+    part: Any, method: Callable[..., Tree], train: bool, is_stateful: bool
+) -> Callable[..., Tree]:
     apply, _, _ = stateful(part, method=method)
 
-    def with_state(w: LayerParams, x: Activation, batch: Batch, rng: Key, state: States) -> Any:
+    def with_state(w: LayerParams, x: Activation, batch: Batch, rng: Key, state: States) -> Tree:
         return apply(w, state, x, batch, rng=rng, train=train)
 
-    def layer(w: LayerParams, x: Activation, batch: Batch, rng: Key) -> Any:
+    def layer(w: LayerParams, x: Activation, batch: Batch, rng: Key) -> Tree:
         return apply(w, {}, x, batch, rng=rng, train=train)[0]
 
     return with_state if is_stateful else layer
 
 
-def _caller(module: Any, split: _Split, train: bool) -> Callable[..., Any]:
+def _caller(module: nnx.Module, split: _Split, train: bool) -> Callable[..., Tree]:
     """Makes ``call(method, outer, rng, *args)``, which runs ``method(module, *args)``.
 
     It does not have the layers' arrays: these are shapes in the module.
@@ -309,7 +313,7 @@ def _caller(module: Any, split: _Split, train: bool) -> Callable[..., Any]:
     # The caller has the arrays.
     of_layers, params = shapes_of(of_layers), jax.tree.structure(params)
 
-    def call(method: Callable[..., Any], outer: Tree, rng: Key, *args: Tree) -> Any:
+    def call(method: Callable[..., Tree], outer: Tree, rng: Key, *args: Tree) -> Tree:
         given = jax.tree.unflatten(params, jax.tree.leaves(outer["embed"]))
         graph = graphs[rng is None]
         merged = nnx.merge(graph, of_layers, given, streams(rngs, rng), constants)
@@ -334,6 +338,6 @@ def _stacked(trees: Sequence[Tree]) -> Tree:
     return jax.eval_shape(stack, trees) if abstract else stack(trees)
 
 
-def _like(state: Any, tree: Tree) -> Any:
+def _like(state: Any, tree: Tree) -> Tree:
     """Makes a state with the arrays of a plain dictionary."""
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))

@@ -6,12 +6,11 @@ entry point of the group ``jaxpipe.configurations`` that names a function ``(pat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
-from jaxpipe.planning.calibration import Calibration
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, refuse
@@ -43,23 +42,6 @@ class Configured(Protocol):
 
         Returns:
           What it takes of each device while it runs.
-        """
-
-    def measured(
-        self,
-        *,
-        rows: Sequence[int],
-        remats: Sequence[str],
-        devices: int,
-        progress: Callable[[float], None],
-    ) -> Calibration:
-        """Times the model on the devices that jax has (`jaxpipe.planning.measuring`).
-
-        Args:
-          rows: of microbatches.
-          remats: policies of rematerialization.
-          devices: how many devices work at once.
-          progress: told which share of the work is done.
         """
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:

@@ -21,6 +21,9 @@ b200    2250 TFLOP/s at 1000 W, 900 GB/s each way: glennklockwood.com/garden/pro
 assumptions, per device and hour, of the order of what large providers list on demand; smaller ones
 ask half (aimultiple.com/gpu-index, May 2026: a median of $2.95 for an H100). They decide only the
 column of costs.
+
+`jaxpipe.planning.measuring` times simple programs on devices; what these attain of the peaks makes
+a `Device` in place of a data sheet's.
 """
 
 from __future__ import annotations
@@ -29,28 +32,20 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from jaxpipe.files import read_json
 from jaxpipe.schedule.problems import Problem, refuse
 
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """Which share of a peak programs attain: of matmuls, of memory, and of links within a host."""
+    """Shares of the peaks that programs attain: of matmuls, of memory, of links within a host."""
 
     flops: float = 0.81
     memory: float = 0.90
     link: float = 0.80
-
-
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """Seconds of a layer's F, B and W and of its optimizer, as multiples of what kernels take that
-    attain those shares. Measured (`jaxpipe.planning.calibration`); 1 where nothing was."""
-
-    f: float = 1.0
-    b: float = 1.0
-    w: float = 1.0
-    update: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +55,13 @@ class Device:
     Args:
       name: by which users choose it.
       flops: peak of dense 16-bit matmuls, per second.
-      memory_bytes: of one device.
-      bandwidth: of its memory, bytes per second.
+      memory_bytes: memory of one device.
+      bandwidth: bandwidth of its memory, bytes per second.
       within_host: NVLink between devices of a host, bytes per second and direction.
       pcie: PCI Express of a device, x16, likewise.
-      dollars_per_hour: of one device; an assumption.
+      dollars_per_hour: price of one device; an assumption.
       source: where the peaks stand.
       efficiency: shares of the peaks.
-      passes: what layers take beyond that.
       latency: seconds of a message or a collective, however small.
     """
 
@@ -80,7 +74,6 @@ class Device:
     dollars_per_hour: float
     source: str
     efficiency: Efficiency = Efficiency()
-    passes: Passes = Passes()
     latency: float = 0.0
 
 
@@ -88,7 +81,7 @@ LAUNCH_SECONDS = 3e-6
 """Between two kernels of one stream: assumed, as in benchmarks/roofline.py."""
 
 USABLE_MEMORY = 0.92
-"""Of a device's memory: the rest is the CUDA context, the library's workspaces and fragments of the
+"""Share of a device's memory beside the CUDA context, the library's workspaces and fragments of the
 allocator. Assumed; jax itself takes 0.75 unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."""
 
 DEVICES = {
@@ -106,9 +99,9 @@ DEVICES = {
 _GBIT = 1e9 / 8
 """Bytes per second of a Gb/s of a port, of InfiniBand or Ethernet."""
 _PORT_EFFICIENCY = 0.90
-"""Of a network port, as in benchmarks/roofline.py."""
+"""Share of a network port, as in benchmarks/roofline.py."""
 _ETHERNET_EFFICIENCY = 0.70
-"""Of Ethernet, whose protocol takes more: assumed."""
+"""Share of Ethernet, whose protocol takes more: assumed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +109,12 @@ class Cluster:
     """Devices in hosts, with what they attain.
 
     Args:
-      device: what each of them is.
-      count: how many there are.
-      per_host: how many share a host.
+      device: kind of the devices.
+      count: number of devices.
+      per_host: number of devices of a host.
       within: bytes per second and direction between two devices of a host.
-      across: of one device's port between hosts.
-      memory_bytes: of a device, that a plan may use.
+      across: likewise of one device's port between hosts.
+      memory_bytes: memory of a device that a plan may use.
     """
 
     device: Device
@@ -133,17 +126,17 @@ class Cluster:
 
     @property
     def flops(self) -> float:
-        """What matmuls attain, per second."""
+        """FLOPs per second that matmuls attain."""
         return self.device.flops * self.device.efficiency.flops
 
     @property
     def bandwidth(self) -> float:
-        """What kernels attain of the memory, bytes per second."""
+        """Bytes per second of the memory that kernels attain."""
         return self.device.bandwidth * self.device.efficiency.memory
 
     @property
     def bus(self) -> float:
-        """Between a device and its host, bytes per second and direction."""
+        """Bytes per second and direction between a device and its host."""
         return self.device.pcie * self.device.efficiency.link
 
     @property
@@ -153,7 +146,7 @@ class Cluster:
 
     @property
     def dollars_per_second(self) -> float:
-        """Of all devices together."""
+        """Price of all devices together."""
         return self.count * self.device.dollars_per_hour / 3600
 
     def link(self, span: int) -> float:
@@ -168,7 +161,7 @@ def cluster(
     link: str = "nvlink:8,ib:400",
     memory: float | None = None,
 ) -> Cluster:
-    """Devices and links by name.
+    """Makes a cluster from names of its devices and links.
 
     Args:
       device: a name in `DEVICES`, or one that was measured.
@@ -181,8 +174,8 @@ def cluster(
       ArgumentError: an unknown device or link, or a number out of range.
 
     Example:
-      >>> found = cluster("h100", 64)
-      >>> found.per_host, f"{found.within / 1e9:.0f}", f"{found.across / 1e9:.0f}"
+      >>> made = cluster("h100", 64)
+      >>> made.per_host, f"{made.within / 1e9:.0f}", f"{made.across / 1e9:.0f}"
       (8, '360', '45')
     """
     problems = []
@@ -211,8 +204,8 @@ def cluster(
 
 
 def _links(text: str) -> Sequence[tuple[str, float]] | None:
-    """The link within hosts and that between them, each with its number; None if it is neither."""
-    found = []
+    """Reads the link within hosts and that between them, each with its number; None if wrong."""
+    links = []
     for part, kinds in zip(text.split(","), (("nvlink", "pcie"), ("ib", "eth")), strict=False):
         name, _, number = part.partition(":")
         try:
@@ -222,5 +215,105 @@ def _links(text: str) -> Sequence[tuple[str, float]] | None:
         whole = kinds[0] != "nvlink" or value == int(value)
         if name not in kinds or not 1 <= value < math.inf or not whole:
             return None
-        found.append((name, value))
-    return found if len(found) == 2 and text.count(",") == 1 else None
+        links.append((name, value))
+    return links if len(links) == 2 and text.count(",") == 1 else None
+
+
+# Measured devices.
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Rates that simple programs attain on all devices at once.
+
+    Args:
+      flops: a large matmul in the dtype of the layers, per second.
+      bandwidth: an array that is read and written, bytes per second.
+      message: a long array between two devices of a host, bytes per second.
+      collective: gathering and reducing a long array, bytes per second that a device sends.
+      latency: seconds of a short message.
+    """
+
+    flops: float
+    bandwidth: float
+    message: float
+    collective: float
+    latency: float
+
+    @property
+    def link(self) -> float:
+        """Bytes per second that messages and collectives both attain."""
+        return min(self.message, self.collective)
+
+
+def known(kind: str) -> Device | None:
+    """Finds the device of the table that jax means, by its ``device_kind``.
+
+    Example:
+      >>> known("NVIDIA H100 80GB HBM3").name
+      'h100'
+    """
+    matches = (device for name, device in DEVICES.items() if name in kind.lower())
+    return next(matches, None)
+
+
+def measured(kind: str, peaks: Peaks, *, memory_bytes: float | None, source: str) -> Device:
+    """Makes the device that attains what was measured.
+
+    Args:
+      kind: jax's name of the devices.
+      peaks: attained by simple programs.
+      memory_bytes: memory of a device; None where jax does not know it.
+      source: where this was measured, in words.
+    """
+    named = known(kind)
+    device = DEVICES["cpu"] if named is None else named
+    if device.name == "cpu":
+        # No data sheet: what is attained is the peak.
+        device = dataclasses.replace(
+            device,
+            flops=peaks.flops,
+            bandwidth=peaks.bandwidth,
+            within_host=peaks.link,
+            pcie=peaks.link,
+            memory_bytes=memory_bytes or device.memory_bytes,
+        )
+    attained = Efficiency(
+        peaks.flops / device.flops,
+        peaks.bandwidth / device.bandwidth,
+        peaks.link / device.within_host,
+    )
+    return dataclasses.replace(device, efficiency=attained, latency=peaks.latency, source=source)
+
+
+def find(device: str) -> str | Device:
+    """Reads the device that a file holds; returns the text itself if it is no file's name.
+
+    Args:
+      device: a name, or the path of a .json file.
+
+    Raises:
+      ArgumentError: the file holds nothing of the kind.
+      OSError: it cannot be read.
+    """
+    if not device.endswith(".json"):
+        return device
+    try:
+        return _device(read_json(Path(device))["device"])
+    except (KeyError, TypeError, ValueError) as error:
+        rule = f"holds no measured device ({type(error).__name__}: {error})"
+        note = "jaxpipe measure --out FILE writes them."
+        refuse([Problem("device", device, rule, tuple(DEVICES), note=note)])
+        raise AssertionError from error  # refused
+
+
+def _device(data: dict[str, Any]) -> Device:
+    names = [field.name for field in dataclasses.fields(Device)]
+    efficiency = Efficiency(**data["efficiency"])
+    device = Device(**{name: data[name] for name in names} | {"efficiency": efficiency})
+    numbers = [*dataclasses.asdict(device).values(), *dataclasses.astuple(efficiency)]
+    if any(number < 0 for number in numbers if isinstance(number, (int, float))):
+        raise ValueError("a number is below 0")
+    if min(device.flops, device.bandwidth) <= 0:
+        raise ValueError("a rate is 0")
+    return device

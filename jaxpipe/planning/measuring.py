@@ -1,4 +1,4 @@
-"""Times what plans are made of on the devices that jax has: peaks, links, layers, an optimizer.
+"""Times simple programs on the devices that jax has: a matmul, copies, messages and collectives.
 
 All devices work at once, as in a step: GPUs of a host share power and links, simulated devices the
 cores of the machine.
@@ -6,27 +6,17 @@ cores of the machine.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.planning import step, traced
-from jaxpipe.planning.calibration import Calibration, Peaks, Timed, calibrate, known
-from jaxpipe.planning.devices import DEVICES, Cluster, Efficiency, cluster
-from jaxpipe.planning.plans import Links
-from jaxpipe.planning.sizes import Sizes
-from jaxpipe.runtime.measure.costs import layer_costs, run_seconds
-from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.types import Batch, Key, Shapes
+from jaxpipe.planning.devices import Peaks
+from jaxpipe.runtime.measure.costs import run_seconds
 
 _AXIS = "devices"
 _SHORT = 2**12
@@ -36,136 +26,24 @@ _REPEATS = 8
 
 
 class _Amounts(NamedTuple):
-    """How much work attains a peak: rows of a square matmul; bytes of an array that no cache holds,
-    and of a message."""
+    """Amounts of work that attain a peak: rows of a square matmul and the dtype in which layers
+    usually compute; bytes of an array that no cache holds, and of a message."""
 
     matmul: int
+    dtype: str
     array: int
     message: int
 
 
-_AMOUNTS = {"cpu": _Amounts(512, 2**25, 2**22)}
-_OF_ACCELERATORS = _Amounts(8192, 2**30, 2**26)
+_AMOUNTS = {"cpu": _Amounts(512, "float32", 2**25, 2**22)}
+_OF_ACCELERATORS = _Amounts(8192, "bfloat16", 2**30, 2**26)
 
 
-class Runnable(NamedTuple):
-    """A model that runs on devices.
-
-    Args:
-      pipeline: makes one of a stage, for a number of data shards and a policy of rematerialization.
-      batch: the shapes of a batch with so many rows.
-      rng: as for `Pipeline.value_and_grad`, or its shape.
-      optimizer: of its training.
-      compute_dtype: in which layers compute.
-      name: of the model.
-    """
-
-    pipeline: Callable[[int, str], Pipeline]
-    batch: Callable[[int], Batch]
-    rng: Key
-    optimizer: optax.GradientTransformation
-    compute_dtype: Any
-    name: str
-
-
-def measure(
-    model: Runnable,
-    *,
-    rows: Sequence[int],
-    remats: Sequence[str],
-    devices: int,
-    progress: Callable[[float], None],
-) -> Calibration:
-    """Measures devices, and the layers of a model on them.
-
-    Args:
-      model: to run.
-      rows: of microbatches.
-      remats: policies of rematerialization.
-      devices: how many of those that jax has; at least 2, so that there is a link.
-      progress: told which share of the work is done.
-    """
-    cases = list(itertools.product(remats, rows))
-    used = jax.devices()[:devices]
-    peaks = _peaks(used, model.compute_dtype)
-    found, timed = _attained(peaks, used), list[Timed]()
-    for done, (remat, count) in enumerate(cases, start=1):
-        progress(done / (len(cases) + 1))
-        one, together = model.pipeline(1, remat), model.pipeline(devices, remat)
-        width = jnp.dtype(model.compute_dtype).itemsize
-        counted = traced.sizes(one, model.batch, model.rng, compute_bytes=width)
-        if done == 1:
-            timed += _updates(together, counted, model.optimizer, found)
-        timed += _passes(together, counted, model, count, remat, found)
-    progress(1.0)
-    kind, memory = used[0].device_kind, (used[0].memory_stats() or {}).get("bytes_limit")
-    words = f"measured on {devices} x {kind} with {model.name}"
-    return calibrate(kind, peaks, timed, memory_bytes=memory, source=words)
-
-
-def _attained(peaks: Peaks, devices: Sequence[jax.Device]) -> Cluster:
-    """Devices that attain what simple programs do, and nothing else slows them."""
-    device = dataclasses.replace(
-        known(devices[0].device_kind) or DEVICES["cpu"],
-        flops=peaks.flops,
-        bandwidth=peaks.bandwidth,
-        within_host=peaks.link,
-        efficiency=Efficiency(1.0, 1.0, 1.0),
-    )
-    return cluster(device, len(devices), link=f"nvlink:{len(devices)},ib:400")
-
-
-# Layers and their optimizer.
-
-
-def _passes(
-    pipe: Pipeline, sizes: Sizes, model: Runnable, rows: int, remat: str, found: Cluster
-) -> Iterator[Timed]:
-    """F, B and W of every kind of layer for a microbatch of so many rows on every device."""
-    shards, microbatches = pipe.mesh.size, pipe.schedule.num_microbatches
-    batch = model.batch(rows * microbatches * shards)
-    costs = layer_costs(pipe, batch, model.rng, measure=True, together=True)
-    for kind, layer in enumerate(sizes.layers):
-        first, count = sizes.kind_of.index(kind), sizes.kind_of.count(kind)
-        for name, counted in (("f", layer.f), ("b", layer.b), ("w", layer.w)):
-            links = Links(*[found.within] * len(Links._fields))
-            expected = step.pass_seconds(counted, rows, found, links)
-            yield Timed(name, remat, rows, count, getattr(costs[first], name), expected)
-
-
-def _updates(
-    pipe: Pipeline, sizes: Sizes, optimizer: optax.GradientTransformation, found: Cluster
-) -> Iterator[Timed]:
-    """An update of every kind of layer, whole on every device."""
-    for kind in range(len(sizes.layers)):
-        first, count = sizes.kind_of.index(kind), sizes.kind_of.count(kind)
-        params = {"layers": (pipe.layout.layers.local.shape_of(first),), "embed": {}, "head": {}}
-        leaves = jax.tree.leaves(params)
-        elements = sum(leaf.size for leaf in leaves)
-        if not elements:
-            continue
-        state = jax.eval_shape(optimizer.init, params)
-        seconds = run_seconds(_everywhere(functools.partial(_update, optimizer), pipe.mesh),
-                              params, state, params)  # fmt: skip
-        moments = sum(leaf.size for leaf in jax.tree.leaves(state)) / elements
-        moved = step.update_bytes(elements, leaves[0].dtype.itemsize, round(moments))
-        yield Timed("update", "none", 0, count, seconds, moved / found.bandwidth)
-
-
-def _update(
-    optimizer: optax.GradientTransformation, grads: Shapes, state: Shapes, params: Shapes
-) -> Any:
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-# Devices and links.
-
-
-def _peaks(devices: Sequence[jax.Device], dtype: Any) -> Peaks:
+def peaks(devices: Sequence[jax.Device]) -> Peaks:
+    """Measures what devices attain; at least two, so that there is a link."""
     mesh = jax.make_mesh((len(devices),), (_AXIS,), devices=devices)
     amounts = _AMOUNTS.get(devices[0].platform, _OF_ACCELERATORS)
-    matrix = jax.ShapeDtypeStruct((amounts.matmul, amounts.matmul), dtype)
+    matrix = jax.ShapeDtypeStruct((amounts.matmul, amounts.matmul), amounts.dtype)
     matmul = run_seconds(_everywhere(jnp.matmul, mesh), matrix, matrix)
     copied = _in_turn(lambda x: x + 1, amounts.array, mesh)
     short, long = (_in_turn(_sent_on, size, mesh) for size in (_SHORT, amounts.message))

@@ -1,10 +1,14 @@
-"""A plan: how a model is spread over devices, and what its links and devices then have to do."""
+"""Plans: how a model is spread over devices, what its devices and links then have to do, and which
+plans there are."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,13 +17,45 @@ from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.schedule.lowering.transfers import dividing_shares
 
 MASTER_BYTES = 4
-"""Of a gradient sum and of a moment of the optimizer: float32."""
+"""Bytes of an element of a gradient sum or of the optimizer's state: float32."""
 UNROLLED_LAYERS = 8
 """Layers per stage up to which one array per layer is worth compiling (docs/benchmarks.md)."""
+MOST_ROWS = 64
+"""Most rows of a microbatch on one data shard."""
+MOST_STAGES = 64
 
 
-class OnHost(NamedTuple):
-    """What lies in the memory of the host: the optimizer's state between steps; what F keeps."""
+class Searched(NamedTuple):
+    """A schedule that is searched: its chunks per stage, and how many microbatches of a full stage
+    are in flight at least, as a share of the stages; None for all microbatches."""
+
+    chunks: tuple[int, ...]
+    in_flight: float | None
+
+
+SCHEDULES: Mapping[str, Searched] = {
+    "1f1b-fused": Searched((1,), 1),
+    "1f1b": Searched((1,), 1),
+    "zb-h1": Searched((1,), 1),
+    "zb-h2": Searched((1,), 1.5),
+    "zb-v": Searched((2,), 1),
+    "v-half": Searched((2,), 1 / 2),
+    "v-min": Searched((2,), 1 / 3),
+    "dualpipe-v": Searched((2,), 1),
+    "interleaved-fused": Searched((2, 4, 8), 1),
+    "interleaved": Searched((2, 4), 1),
+    "breadth-first-fused": Searched((2, 4, 8, 16, 32, 64), None),
+    "breadth-first": Searched((2, 4), None),
+}
+"""The others of the registry equal one of these at these costs, or are searched for a memory limit,
+which takes minutes."""
+
+_WITHOUT_STAGES = ("1f1b-fused", "breadth-first-fused")
+"""Schedules of one stage: accumulation with microbatches outside, or with layers outside."""
+
+
+class Offload(NamedTuple):
+    """What lies in the memory of the host: the optimizer's state between steps; residuals of F."""
 
     state: bool = False
     residuals: bool = False
@@ -28,23 +64,23 @@ class OnHost(NamedTuple):
         return " and ".join(name for name in self._fields if getattr(self, name)) or "nothing"
 
 
-NOTHING = OnHost()
+NOTHING = Offload()
 _DIGITS = 2
 """Decimals of the number of layers that take as long as a head."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One choice of everything.
+    """A mesh, a schedule and the options of a pipeline.
 
     Args:
       stage, data, context, tensor: devices along the mesh's axes.
       replica: groups of data shards that hold the same parts.
-      schedule: its name.
-      chunks: of a stage.
-      microbatches: of a step.
-      rows: of a microbatch on one data shard.
-      remat: policy.
+      schedule: name of the schedule.
+      chunks: number of chunks per stage.
+      microbatches: number of microbatches per step.
+      rows: rows of a microbatch on one data shard.
+      remat: policy of rematerialization.
       zero: level.
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
@@ -66,7 +102,7 @@ class Plan:
     zero: int
     weight_slots: int
     weights: str
-    on_host: OnHost = NOTHING
+    on_host: Offload = NOTHING
     expert: int = 1
     ends: bool = False
 
@@ -77,7 +113,7 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """Of the model."""
+        """Number of chunks of the model."""
         return self.stage * self.chunks
 
     @property
@@ -87,7 +123,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Into how many parts ZeRO splits what it shards."""
+        """Number of parts into which ZeRO splits what it shards."""
         return self.data // self.replica
 
 
@@ -100,21 +136,21 @@ class Links(NamedTuple):
     tensor: float
 
     def along(self, axes: str) -> float:
-        """Of a collective over axes, joined by "+": that of the outermost."""
+        """Bytes per second of a collective over axes, joined by "+": that of the outermost."""
         return next(
             link for name, link in zip(self._fields, self, strict=True) if name in axes.split("+")
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
+class PlacedPlan:
     """A plan of a model on a cluster: what one device holds, and over which links it talks."""
 
     plan: Plan
     model: ModelSizes
     cluster: Cluster
 
-    @property
+    @cached_property
     def variant(self) -> Variant:
         """What decides the sizes of the model's layers."""
         return Variant(self.plan.context, self.plan.tensor, self.plan.remat, self.plan.expert)
@@ -125,7 +161,7 @@ class Placed:
 
     @cached_property
     def layers_per_chunk(self) -> int:
-        """Of the largest chunk, which decides the room of all."""
+        """Layers of the largest chunk, which decides the room of all."""
         return math.ceil((self.model.num_layers + self.head_layers) / self.plan.num_chunks)
 
     @cached_property
@@ -134,35 +170,29 @@ class Placed:
         if not self.plan.ends:
             return 0.0
         rows, sizes = self.plan.rows, self.sizes
-        layers = (sizes.layers[kind] for kind in sizes.kind_of)
-        flops = sum(one.flops(rows) for layer in layers for one in (layer.f, layer.b, layer.w))
-        return round(sizes.head.flops(rows) * self.model.num_layers / flops, _DIGITS)
+        of_head = sizes.head.flops(rows) * self.model.num_layers
+        return round(of_head / sizes.layer_flops(rows), _DIGITS)
 
     @cached_property
     def layer_parameters(self) -> float:
-        """Of a layer on a device: the mean, if layers differ."""
+        """Parameters of a layer on a device: the mean, if layers differ."""
         return self.model.mean(self.variant, "parameters").fixed
 
     @cached_property
-    def expert_parameters(self) -> float:
-        """Those of a layer on a device that expert devices split: the mean, if layers differ."""
-        return self.model.mean(self.variant, "expert_parameters").fixed
-
-    @cached_property
     def layer_part(self) -> float:
-        """Of a layer on a device, where data shards split it: experts, as far as they are split
-        already, into fewer parts."""
-        more = (self.plan.expert - 1) * self.expert_parameters
-        return (self.layer_parameters + more) / self.plan.parts
+        """A data shard's part of a layer: of experts, which are split already, a larger one."""
+        expert_parameters = self.model.mean(self.variant, "expert_parameters").fixed
+        split_already = (self.plan.expert - 1) * expert_parameters
+        return (self.layer_parameters + split_already) / self.plan.parts
 
     @cached_property
     def stage_parameters(self) -> float:
-        """Of the layers of a stage on a device, not sharded over data."""
+        """Parameters of the layers of a stage on a device, not sharded over data."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_parameters
 
     @cached_property
     def stage_part(self) -> float:
-        """Of the layers of a stage on a device, where data shards split them."""
+        """A data shard's part of the layers of a stage."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_part
 
     @cached_property
@@ -185,45 +215,19 @@ class Placed:
         return _shares(layer.shapes, parts, layer.expert_shapes, parts // self.plan.expert)
 
     @cached_property
-    def reordered_parameters(self) -> float:
-        """Those of a layer on a device that a reduction over data puts in another order first: of
-        arrays that data shards do not split in their first dimension; the mean, if layers differ.
-        """
-        parts, sizes = self.plan.parts, self.sizes
-        found = [
-            _reordered(layer.shapes, parts)
-            + _reordered(layer.expert_shapes, parts // self.plan.expert)
-            for layer in sizes.layers
-        ]
-        return sum(found[kind] for kind in sizes.kind_of) / len(sizes.kind_of)
-
-    @cached_property
-    def sum_sized_parameters(self) -> float:
-        """Of a device's parts of a layer, those in arrays of the shape of one of its gradient sums;
-        the mean, if layers differ."""
-        parts, sizes = self.plan.parts, self.sizes
-        found = []
-        for layer in sizes.layers:
-            whole = {*layer.shapes, *layer.expert_shapes}
-            cut = [_part(shape, parts) for shape in layer.shapes]
-            cut += [_part(shape, parts // self.plan.expert) for shape in layer.expert_shapes]
-            found.append(sum(math.prod(shape) for shape in cut if shape in whole))
-        return sum(found[kind] for kind in sizes.kind_of) / len(sizes.kind_of)
-
-    @cached_property
-    def held_parameters(self) -> float:
-        """Of all that a device updates: parts with ZeRO."""
+    def updated_parameters(self) -> float:
+        """Parameters that a device updates: its parts with ZeRO."""
         if self.plan.zero:
             return self.stage_part + self.outer_kept / self.plan.parts
         return self.stage_parameters + self.outer_kept
 
     @cached_property
     def optimizer_bytes(self) -> float:
-        """Of the optimizer's state of a device, in float32, wherever it lies."""
-        return MASTER_BYTES * self.model.moments * self.held_parameters
+        """Bytes of the optimizer's state of a device, in float32, wherever it lies."""
+        return MASTER_BYTES * self.model.moments * self.updated_parameters
 
     def mean(self, name: str) -> float:
-        """Bytes of `LayerSizes` of the plan's rows: the mean, if layers differ."""
+        """Bytes of `LayerSizes` for the plan's rows: the mean, if layers differ."""
         return self.model.mean(self.variant, name).at(self.plan.rows)
 
     # Links, in the order in which `jaxpipe.make_mesh` lays devices out.
@@ -241,25 +245,25 @@ class Placed:
 
     @cached_property
     def sharing_links(self) -> Links:
-        """Between the devices that share a layer, by axis."""
+        """Bytes per second between the devices that share a layer, by axis."""
         plan, link = self.plan, self.cluster.link
         return Links(link(plan.expert * plan.sharing), link(plan.sharing), link(plan.tensor))
 
     @cached_property
     def stage_link(self) -> float:
-        """Of the slowest hop between stages."""
+        """Bytes per second of the slowest hop between stages."""
         inner = self._near if self._data_inside else self.plan.sharing
         return self.cluster.link(inner * self.plan.stage)
 
     @cached_property
     def data_link(self) -> float:
-        """Between the parts that ZeRO makes."""
+        """Bytes per second between the parts that ZeRO makes."""
         own = self.plan.sharing * (1 if self._data_inside else self.plan.stage)
         return self.cluster.link(own * self.plan.parts)
 
     @cached_property
     def replica_link(self) -> float:
-        """Between the replicas of a part."""
+        """Bytes per second between the replicas of a part."""
         return self.cluster.link(self._near * self.plan.stage * self.plan.replica)
 
 
@@ -268,39 +272,95 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 @functools.lru_cache(maxsize=1024)
 def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: int) -> int:
-    """Data shards split the first dimension that divides."""
+    """Counts the shares of arrays whose first dimension that divides data shards split."""
     arrays = [(shape, parts) for shape in shapes]
     arrays += [(shape, parts_of_experts) for shape in of_experts]
-    found = []
+    sizes = []
     for shape, among in arrays:
-        split = next((n // among for n in shape if n and n % among == 0), 0)
-        found.append((MASTER_BYTES * math.prod(shape), split))
-    return dividing_shares(found)
+        length = next((n // among for n in shape if n and n % among == 0), 0)
+        sizes.append((MASTER_BYTES * math.prod(shape), length))
+    return dividing_shares(sizes)
 
 
-def _part(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """What a data shard has of an array: a part of the first dimension that divides."""
-    for dim, n in enumerate(shape):
-        if n and n % parts == 0:
-            return (*shape[:dim], n // parts, *shape[dim + 1 :])
-    return shape
+# The plans that there are.
 
 
-def _reordered(shapes: _Shapes, parts: int) -> int:
-    """Elements of arrays of which so many data shards split another dimension than the first."""
-    return sum(
-        math.prod(shape)
-        for shape in shapes
-        if shape and shape[0] % parts and any(n % parts == 0 for n in shape)
-    )
+def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
+    """Lists what may lie on the host: first the state, which moves once per step."""
+    if not (model.may_offload and cluster.has_host_memory):
+        return [NOTHING]
+    return NOTHING, Offload(state=True), Offload(state=True, residuals=True)
 
 
-def divisors(number: int) -> list[int]:
-    """Those of a number, in order.
+def who_computes_ends(model: ModelSizes, variant: Variant, stages: int) -> tuple[bool, ...]:
+    """Lists what `Plan.ends` may be: one stage has no ends, and only a model whose vocabulary is
+    split lets all stages compute it."""
+    several = stages > 1
+    split = model.variants[variant].outer_split > 0
+    return (False, True) if several and split else (several,)
 
-    Example:
-      >>> divisors(12)
-      [1, 2, 3, 4, 6, 12]
-    """
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+
+def plans(
+    model: ModelSizes,
+    cluster: Cluster,
+    batches: Sequence[int],
+    excluded: Counter[str],
+    *,
+    on_host: Sequence[Offload] = (NOTHING,),
+) -> Iterator[Plan]:
+    """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
+    meshes = sorted({variant.mesh for variant in model.variants})
+    remats = sorted({variant.remat for variant in model.variants})
+    for context, tensor, expert in meshes:
+        if cluster.count % (context * tensor) or tensor > cluster.per_host:
+            continue
+        per_layer = cluster.count // (context * tensor)
+        for stage in (n for n in range(1, per_layer + 1) if per_layer % n == 0):
+            if stage > min(model.num_layers, MOST_STAGES):
+                excluded["layers"] += 1
+                continue
+            data = per_layer // stage
+            if data % expert:
+                continue
+            powers = [2**n for n in range(MOST_ROWS.bit_length())]
+            for batch, rows in itertools.product(batches, powers):
+                if batch % (rows * data):
+                    excluded["rows"] += 1
+                    continue
+                shape = stage, data, context, tensor, expert, batch // (rows * data), rows
+                for remat in remats:
+                    yield from _options(model, cluster, shape, remat, on_host, excluded)
+
+
+def _options(
+    model: ModelSizes,
+    cluster: Cluster,
+    shape: tuple[int, ...],
+    remat: str,
+    on_host: Sequence[Offload],
+    excluded: Counter[str],
+) -> Iterator[Plan]:
+    """Yields schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
+    stage, data, context, tensor, expert, microbatches, rows = shape
+    per_stage = -(-model.num_layers // stage)
+    weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
+    near = max(1, cluster.per_host // (context * tensor))
+    replicated = data > near and data % near == near % expert == 0
+    replicas = (1, data // near) if replicated else (1,)
+    ends = who_computes_ends(model, Variant(context, tensor, remat, expert), stage)
+    for name, searched in SCHEDULES.items():
+        if stage == 1 and name not in _WITHOUT_STAGES:
+            continue
+        for chunks in searched.chunks:
+            if stage * chunks > model.num_layers:
+                excluded["layers"] += 1
+                continue
+            for zero in (0, 1, 2, 3) if data > 1 else (0,):
+                slots = (1, 2) if zero >= 2 and chunks > 1 else (1,)
+                for replica, weight_slots, host, at_ends in itertools.product(
+                    replicas if zero else (1,), slots, on_host, ends
+                ):
+                    yield Plan(
+                        *(stage, data, context, tensor, replica, name, chunks, microbatches),
+                        *(rows, remat, zero, weight_slots, weights, host, expert, at_ends),
+                    )

@@ -2,7 +2,7 @@
 
 Plans are taken up in the order of what they take at least, which needs no schedule. Each is then
 timed with the published order of its schedule; the search ends when no plan that is left can be
-among the best. Those are timed again as they would run, with orders made for their costs.
+among the best. The finalists are timed again as they would run, with orders made for their costs.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from jaxpipe.planning import candidates, memory, step
-from jaxpipe.planning.candidates import plans
+from jaxpipe.planning import cost, plans
+from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.found import OBJECTIVES, Found, Goal, front
-from jaxpipe.planning.plans import OnHost, Placed, Plan
+from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
 FINALISTS = 8
-"""Plans that are timed as they would run, a fifth of a second to some seconds each: of every mesh,
-schedule and policy the best one."""
+"""Plans that are timed as they would run, a fifth of a second to some seconds each: the best of
+every mesh, schedule and policy."""
 _MOST_OF_FRONT = 6
 """Other plans of the Pareto front that are, the leanest among them."""
-_NEAR = 0.25
-"""What a plan of the Pareto front may have more than another one that was not looked at."""
-_ERROR = 1.02
-"""How much more than predicted a plan may compile into: of 99 plans the most was 1.4%."""
+_NEAR = 1.25
+"""Factor by which a plan that was predicted may exceed the bounds of one that was not."""
+MARGIN = 1.08
+"""Factor of the predicted bytes that must fit, for what the compiler adds."""
 
 REASONS = {
     "rows": "rows, shards and microbatches do not divide the batch",
@@ -39,12 +38,55 @@ REASONS = {
     "slower": "slower than the best, even without a bubble, and hardly leaner",
     "late": "slower than the best, with its bubble",
 }
-"""Why plans are out, in a word, and the word explained."""
+"""Reasons why plans are out, in a word, and the word explained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """The training to plan for.
+
+    Args:
+      tokens: tokens to see, at a batch far below the critical one; None for one step.
+      batches: rows of a step that may be chosen.
+      critical_tokens: the critical batch; None if every token counts the same in any batch.
+      objective: name of the measure to minimise, a field of `jaxpipe.planning.cost.Measures`.
+    """
+
+    tokens: float | None
+    batches: tuple[int, ...]
+    critical_tokens: float | None = None
+    objective: str = "time"
+
+    def steps(self, batch_tokens: float) -> float:
+        """Counts optimizer steps: E_min (1 / B + 1 / B_crit) of McCandlish et al. 2018, equation
+        2.11.
+
+        Example:
+          >>> Goal(1e9, (8,), critical_tokens=1e6).steps(1e6)
+          2000.0
+        """
+        if self.tokens is None:
+            return 1.0
+        per_token = 1 / batch_tokens
+        if self.critical_tokens is not None:
+            per_token += 1 / self.critical_tokens
+        return self.tokens * per_token
+
+    def steps_of(self, placed: PlacedPlan) -> float:
+        """Counts optimizer steps with a plan's batch."""
+        return self.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
+
+    def value(self, measures: Measures) -> float:
+        """Looks up what the objective minimises."""
+        return float(getattr(measures, self.objective))
+
+
+ONE_STEP = Goal(None, ())
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a search found.
+    """Outcome of a search.
 
     Args:
       best: the finalists, the best first.
@@ -53,8 +95,8 @@ class Result:
       considered: how many there were.
     """
 
-    best: tuple[Found, ...]
-    front: tuple[Found, ...]
+    best: tuple[Prediction, ...]
+    front: tuple[Prediction, ...]
     excluded: Counter[str]
     considered: int
 
@@ -65,7 +107,7 @@ def search(
     goal: Goal,
     *,
     finalists: int = FINALISTS,
-    on_host: OnHost | None = None,
+    on_host: Offload | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:
@@ -84,235 +126,198 @@ def search(
     """
     excluded: Counter[str] = Counter()
     placed = [
-        placements(Placed(plan, model, cluster))[0]
+        PlacedPlan(plan, model, cluster)
         for cluster in clusters
-        for plan in plans(
+        for plan in plans.plans(
             model,
             cluster,
             goal.batches,
             excluded,
-            on_host=candidates.on_host(model, cluster) if on_host is None else [on_host],
+            on_host=plans.on_host(model, cluster) if on_host is None else [on_host],
         )
         if allowed(plan)
     ]
     considered = len(placed) + excluded.total()
-    _refuse_none(placed, clusters, goal)
+    if not placed:
+        devices = clusters[0].count
+        rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
+        refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
     progress(0.05)
-    fitting = [one for one in placed if memory.least_bytes(one) <= _room(one)]
+    fitting = [candidate for candidate in placed if cost.least_bytes(candidate) <= room(candidate)]
     excluded["memory"] += len(placed) - len(fitting)
-    if not fitting:
-        _refuse_memory(placed)
-    found = _screened(fitting, goal, finalists, excluded, progress)
-    if not found:
-        _refuse_memory(fitting)
-    objective = OBJECTIVES[goal.objective]
-    of_kind = {_kind(one): one for one in sorted(found, key=objective, reverse=True)}
-    first = sorted(of_kind.values(), key=objective)[:finalists]
-    rest = [one for one in front(found) if one not in first][::-1]
-    chosen = [*first, *rest[:: max(1, -(-len(rest) // _MOST_OF_FRONT))]]
+    screened = screen(fitting, goal, finalists, excluded, progress)
+    if not screened:
+        _refuse_memory(fitting or placed)
+
+    def value(prediction: Prediction) -> float:
+        return goal.value(prediction.measures)
+
+    first, others = _finalists(screened, value, finalists)
     timed = []
-    for n, one in enumerate(chosen, start=1):
-        timed.append(exact(one))
-        progress(0.6 + 0.4 * n / len(chosen))
+    for number, prediction in enumerate([*first, *others], start=1):
+        timed.append(predicted(prediction.placed, goal))
+        progress(0.6 + 0.4 * number / (len(first) + len(others)))
     # Orders that are made for costs may keep more in flight than published ones.
-    fit = [one for one in timed if _fits(one)]
+    fit = [prediction for prediction in timed if fits(prediction)]
     if not fit:
         _refuse_memory(fitting)
-    named = {one.plan for one in timed[: len(first)]}
-    best = sorted((one for one in fit if one.plan in named), key=objective) or fit
-    shown = {one.plan for one in (*best, *front(fit))}
+    best = sorted(filter(fits, timed[: len(first)]), key=value) or fit
+    shown = {prediction.plan for prediction in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
-    excluded["late"] += len(found) - (len(timed) - len(fit)) - len(shown)
+    excluded["late"] += len(screened) - (len(timed) - len(fit)) - len(shown)
     return Result(tuple(best), front(fit), excluded, considered)
 
 
-def _kind(found: Found) -> tuple[object, ...]:
-    """What plans have in common that differ only in rows, slots, ZeRO level or replicas."""
-    plan = found.plan
+def _finalists(
+    screened: Sequence[Prediction], value: Callable[[Prediction], float], count: int
+) -> tuple[Sequence[Prediction], Sequence[Prediction]]:
+    """Selects the best of every mesh, schedule and policy, and other plans of the Pareto front."""
+    ranked = sorted(screened, key=value, reverse=True)
+    by_kind = {_kind(prediction): prediction for prediction in ranked}
+    best = sorted(by_kind.values(), key=value)[:count]
+    others = [prediction for prediction in front(screened) if prediction not in best][::-1]
+    return best, others[:: max(1, -(-len(others) // _MOST_OF_FRONT))]
+
+
+def front(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    """Selects the plans that no other one beats in time, memory and cost at once, by time."""
+    kept: list[Prediction] = []
+    measures: list[Measures] = []
+    for prediction in sorted(predictions, key=lambda prediction: prediction.measures):
+        if not any(better.near(prediction.measures) for better in measures):
+            kept.append(prediction)
+            measures.append(prediction.measures)
+    return tuple(kept)
+
+
+def _kind(prediction: Prediction) -> tuple[object, ...]:
+    """Collects what plans share that differ only in rows, slots, ZeRO level or replicas."""
+    plan = prediction.plan
     mesh = plan.stage, plan.data, plan.expert, plan.context, plan.tensor
     return *mesh, plan.schedule, plan.remat
 
 
-def _screened(
-    fitting: list[Placed],
+def screen(
+    fitting: Sequence[PlacedPlan],
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
     progress: Callable[[float], None],
-) -> list[Found]:
-    """The plans that may be among the best, and lean ones, with published orders."""
-    objective = OBJECTIVES[goal.objective]
-    bounds = {one: _bound(one, goal) for one in fitting}
-    fitting = sorted(fitting, key=bounds.__getitem__)
-    found: list[Found] = []
-    values: dict[tuple[object, ...], float] = {}
-    worst, closed = math.inf, len(fitting)
-    for n, one in enumerate(fitting):
-        if bounds[one] > worst:
-            closed = n
-            break
-        if (plan := _better_placed(one, goal, excluded)) is not None:
-            found.append(plan)
-            values[_kind(plan)] = min(objective(plan), values.get(_kind(plan), math.inf))
-            worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
-        progress(0.05 + 0.5 * n / (n + 500))
-    return found + _lean(fitting[closed:], found, goal, excluded, progress)
+) -> list[Prediction]:
+    """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
 
-
-def _lean(
-    left: Sequence[Placed],
-    found: Sequence[Found],
-    goal: Goal,
-    excluded: Counter[str],
-    progress: Callable[[float], None],
-) -> list[Found]:
-    """Those of the plans that are left without which no plan that was found may be near in time,
-    memory and cost at once, with published orders. Those that promise most come first."""
-    promised = [(_least_seconds(one, goal), memory.least_bytes(one), one) for one in left]
-    near = [_measures(one) for one in front(found)]
-    more: list[Found] = []
-    for n, (seconds, needed, one) in enumerate(sorted(promised, key=lambda p: p[0] * p[1])):
-        progress(0.55 + 0.05 * n / len(left))
-        dollars = seconds * one.cluster.dollars_per_second
-        most = [(1 + _NEAR) * least for least in (seconds, needed, dollars)]
-        if any(a <= most[0] and b <= most[1] and c <= most[2] for a, b, c in near):
-            excluded["slower"] += 1
-        elif (plan := _better_placed(one, goal, excluded)) is not None:
-            more.append(plan)
-            near.append(_measures(plan))
-    return more
-
-
-def _measures(found: Found) -> tuple[float, float, float]:
-    return found.train_seconds, found.device_bytes, found.dollars
-
-
-def _bound(placed: Placed, goal: Goal) -> float:
-    """The least that the objective can be."""
-    if goal.objective == "memory":
-        return memory.least_bytes(placed)
-    seconds = _least_seconds(placed, goal)
-    cost = goal.objective == "cost"
-    return seconds * placed.cluster.dollars_per_second if cost else seconds
-
-
-def _least_seconds(placed: Placed, goal: Goal) -> float:
-    """That the training takes at least."""
-    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
-    return steps * step.least_seconds(placed)
-
-
-def placements(placed: Placed) -> list[Placed]:
-    """Lists a plan with its embedding and head split over the stages and at the ends.
-
-    One stage has no ends, and a model without a split vocabulary has nothing to split.
+    Plans are taken up in the order of their bounds. As soon as these are above the finalists, the
+    only plans left are those whose bounds are not near to all three measures of a prediction.
     """
-    several = placed.plan.stage > 1
-    choices = (False, True) if several and placed.sizes.outer_split > 0 else (several,)
-    return [
-        dataclasses.replace(placed, plan=dataclasses.replace(placed.plan, ends=ends))
-        for ends in choices
-    ]
+    bounds = ((_bounds(placed, goal), placed) for placed in fitting)
+    ranked = sorted(bounds, key=lambda bound: goal.value(bound[0]))
+    predictions: list[Prediction] = []
+    values: dict[tuple[object, ...], float] = {}
+    pareto: list[Measures] = []
+    worst = math.inf
+    for number, (least, placed) in enumerate(ranked):
+        progress(0.05 + 0.55 * number / len(ranked))
+        if goal.value(least) > worst and any(best.near(least, _NEAR) for best in pareto):
+            excluded["slower"] += 1
+            continue
+        prediction = evaluated(placed, goal, excluded)
+        if prediction is not None:
+            predictions.append(prediction)
+            new = prediction.measures
+            if not any(best.near(new) for best in pareto):
+                pareto = [new, *(best for best in pareto if not new.near(best))]
+            kind, value = _kind(prediction), goal.value(new)
+            values[kind] = min(value, values.get(kind, math.inf))
+            worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
+    return predictions
 
 
-def evaluated(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
-    """Times a plan with its published order; None, with the reason counted, if it is out."""
-    program, limit = step.program_of(placed, published=True), _room(placed)
+def _bounds(placed: PlacedPlan, goal: Goal) -> Measures:
+    """Bounds what a plan takes from below."""
+    seconds = goal.steps_of(placed) * cost.least_seconds(placed)
+    dollars = seconds * placed.cluster.dollars_per_second
+    return Measures(seconds, cost.least_bytes(placed), dollars)
+
+
+def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Prediction | None:
+    """Predicts a plan with its published order; None, with the reason counted, if it is out."""
+    program = cost.program_of(placed, published=True)
     try:
-        fits = memory.least_bytes(placed, program) <= limit
+        least = cost.least_bytes(placed, program)
     except ArgumentError:
         excluded["schedule"] += 1
         return None
-    if not fits or step.total(parts := memory.device_bytes(placed, program)) > limit:
-        excluded["memory"] += 1
-        return None
-    steps = goal.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
-    return Found(placed, step.step_seconds(placed, program), parts, steps, exact=False)
+    if least <= room(placed):
+        parts = cost.device_bytes(placed, program)
+        if sum(parts.values()) <= room(placed):
+            seconds = cost.step_seconds(placed, program)
+            return Prediction(placed, seconds, parts, goal.steps_of(placed))
+    excluded["memory"] += 1
+    return None
 
 
-def _better_placed(placed: Placed, goal: Goal, excluded: Counter[str]) -> Found | None:
-    """Times a plan with embedding and head where that is better, or counts why it is out."""
-    reasons: Counter[str] = Counter()
-    evaluations = [evaluated(choice, goal, reasons) for choice in placements(placed)]
-    fitting = [plan for plan in evaluations if plan is not None]
-    if not fitting:
-        excluded[next(iter(reasons))] += 1
-    return min(fitting, key=OBJECTIVES[goal.objective], default=None)
+def predicted(placed: PlacedPlan, goal: Goal = ONE_STEP) -> Prediction:
+    """Predicts a plan as it would run, its order made for its costs.
 
-
-def exact(found: Found) -> Found:
-    """A plan as it would run, its order made for its costs."""
-    placed = found.placed
-    program = step.program_of(placed)
-    seconds = step.step_seconds(placed, program)
-    return found._replace(seconds=seconds, bytes=memory.device_bytes(placed, program), exact=True)
-
-
-def exact_best(placed: Placed) -> Found:
-    """Times a plan as it would run, with embedding and head where that is faster and fits."""
-    timed = [exact(Found(choice, {}, {}, 1.0, exact=False)) for choice in placements(placed)]
-    return min(timed, key=lambda plan: (not _fits(plan), plan.step_seconds))
+    Raises:
+      ArgumentError: its schedule refuses the number of microbatches.
+    """
+    program = cost.program_of(placed)
+    seconds, parts = cost.step_seconds(placed, program), cost.device_bytes(placed, program)
+    return Prediction(placed, seconds, parts, goal.steps_of(placed))
 
 
 def compiled(
-    result: Result, measure: Callable[[Found], float], *, count: int, goal: Goal
+    result: Result, measure: Callable[[Prediction], float], *, count: int, goal: Goal
 ) -> Result:
-    """Replaces the predicted memory of the best plans by what they are compiled into.
+    """Replaces the predicted memory of the best plans by the compiler's.
 
     Args:
-      result: of a search.
-      measure: bytes of a device of a plan.
+      result: result of a search.
+      measure: compiles a plan, and returns its bytes of a device.
       count: how many plans to compile; only these are among the best then.
 
     Raises:
       ArgumentError: none of them fits the memory.
     """
-    known = {one.plan: one._replace(compiled_bytes=measure(one)) for one in result.best[:count]}
-    fit = [one for one in known.values() if _fits(one)]
+    known = {
+        prediction.plan: prediction._replace(compiled_bytes=measure(prediction))
+        for prediction in result.best[:count]
+    }
+    fit = list(filter(fits, known.values()))
     if not fit:
-        _refuse_compiled([*known.values()])
-    shown = [known.get(one.plan, one) for one in result.front]
+        least = min(known.values(), key=lambda prediction: prediction.device_bytes)
+        rule = (
+            f"is too little for the {len(known)} plans that were compiled: the leanest takes "
+            f"{least.device_bytes:.4g} bytes, where {sum(least.bytes.values()):.4g} were predicted"
+        )
+        note = "A lower --memory leads to leaner plans; --measure compiles more of them."
+        refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])
+    shown = [known.get(prediction.plan, prediction) for prediction in result.front]
     excluded = result.excluded + Counter(compiled=len(known) - len(fit))
-    best = sorted(fit, key=OBJECTIVES[goal.objective])
-    kept = front([one for one in shown if _fits(one)])
+    best = sorted(fit, key=lambda prediction: goal.value(prediction.measures))
+    kept = front(list(filter(fits, shown)))
     return dataclasses.replace(result, best=tuple(best), front=kept, excluded=excluded)
 
 
-def _room(placed: Placed) -> float:
-    """Bytes that may be predicted for a plan, so that what it compiles into fits."""
-    return placed.cluster.memory_bytes / _ERROR
+def room(placed: PlacedPlan) -> float:
+    """Bytes that may be predicted for a plan."""
+    return placed.cluster.memory_bytes / MARGIN
 
 
-def _fits(found: Found) -> bool:
-    compiled = found.compiled_bytes is not None
-    room = found.placed.cluster.memory_bytes if compiled else _room(found.placed)
-    return found.device_bytes <= room
+def fits(prediction: Prediction) -> bool:
+    """Whether a plan's memory, as compiled or else as predicted, is within the limit."""
+    compiled = prediction.compiled_bytes
+    placed, parts = prediction.placed, sum(prediction.bytes.values())
+    return parts <= room(placed) if compiled is None else compiled <= placed.cluster.memory_bytes
 
 
-def _refuse_none(placed: Sequence[Placed], clusters: Sequence[Cluster], goal: Goal) -> None:
-    if placed:
-        return
-    devices = clusters[0].count
-    rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
-    refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
-
-
-def _refuse_memory(placed: Sequence[Placed]) -> None:
-    least = min(placed, key=memory.least_bytes)
+def _refuse_memory(placed: Sequence[PlacedPlan]) -> None:
+    least = min(placed, key=cost.least_bytes)
     limit, count = least.cluster.memory_bytes, least.cluster.count
     rule = (
         "is too little for any plan: the leanest needs at least "
-        f"{_ERROR * memory.least_bytes(least):.3g} bytes on each of {count} devices"
+        f"{MARGIN * cost.least_bytes(least):.3g} bytes on each of {count} devices"
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])
-
-
-def _refuse_compiled(found: Sequence[Found]) -> None:
-    least = min(found, key=lambda one: one.device_bytes)
-    rule = (
-        f"is too little for the {len(found)} plans that were compiled: the leanest takes "
-        f"{least.device_bytes:.4g} bytes, where {step.total(least.bytes):.4g} were predicted"
-    )
-    note = "A lower --memory leads to leaner plans; --measure compiles more of them."
-    refuse([Problem("memory", f"{least.placed.cluster.memory_bytes:.3g}", rule, note=note)])

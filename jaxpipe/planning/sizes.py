@@ -1,7 +1,7 @@
 """What a model computes, moves and keeps: what a plan needs to know of it, as a file of JSON.
 
 All numbers are of one device, and grow linearly with the rows of a microbatch (`Linear`).
-`jaxpipe.planning.traced` counts them for every number of devices that share a layer and every
+`jaxpipe.planning.counting` counts them for every number of devices that share a layer and every
 policy of rematerialization; nothing here is a formula of a model.
 """
 
@@ -11,12 +11,11 @@ import dataclasses
 import functools
 import json
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxpipe.schedule.problems import Problem, refuse
-
-PASSES = ("f", "b", "w")
 
 
 class Linear(NamedTuple):
@@ -33,9 +32,6 @@ class Linear(NamedTuple):
     def at(self, rows: int) -> float:
         return self.fixed + self.per_row * rows
 
-    def __add__(self, other: Any) -> Linear:
-        return Linear(self.fixed + other.fixed, self.per_row + other.per_row)
-
 
 class Kernel(NamedTuple):
     """One kernel: its FLOPs in matmuls, and the bytes it reads and writes."""
@@ -44,8 +40,9 @@ class Kernel(NamedTuple):
     bytes: Linear
 
 
-class Collective(NamedTuple):
-    """A collective over a model axis within a layer, and the bytes that a device sends."""
+class SizedCollective(NamedTuple):
+    """A collective over a model axis within a layer: jax's primitive, and the bytes that a device
+    sends."""
 
     axis: str
     kind: str
@@ -63,15 +60,11 @@ class Pass(NamedTuple):
 
     kernels: tuple[Kernel, ...]
     values: Linear
-    collectives: tuple[Collective, ...]
+    collectives: tuple[SizedCollective, ...]
 
     def flops(self, rows: int) -> float:
-        """Of its matmuls."""
+        """FLOPs of its matmuls."""
         return sum(kernel.flops.at(rows) for kernel in self.kernels)
-
-    def bytes(self, rows: int) -> float:
-        """Read and written."""
-        return sum(kernel.bytes.at(rows) for kernel in self.kernels)
 
 
 class LayerSizes(NamedTuple):
@@ -81,12 +74,9 @@ class LayerSizes(NamedTuple):
       f, b, w: its passes.
       parameters: elements that the device has.
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
-      working_set: bytes that exist at once while a pass runs, beside what is kept.
-      fused_working_set: the same where B and W run as one.
-      stacked_working_set, stacked_fused_working_set: the same with the layer's weights, which are
-        cut out of a stack.
+      live: bytes that exist at once while a pass runs, beside what is kept.
       shapes: of its parameters, as the device has them without shards over data.
-      expert_shapes: of those that the devices of an expert axis split, likewise.
+      expert_shapes: likewise of the parameters that the devices of an expert axis split.
     """
 
     f: Pass
@@ -96,16 +86,17 @@ class LayerSizes(NamedTuple):
     until_b: Linear
     until_w: Linear
     crossing: Linear
-    working_set: Linear
-    fused_working_set: Linear
-    stacked_working_set: Linear
-    stacked_fused_working_set: Linear
+    live: Linear
     shapes: tuple[tuple[int, ...], ...]
     expert_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def passes(self) -> tuple[Pass, Pass, Pass]:
+        return self.f, self.b, self.w
+
+    @property
     def expert_parameters(self) -> int:
-        """Elements of those that the devices of an expert axis split."""
+        """Elements that the devices of an expert axis split."""
         return sum(map(math.prod, self.expert_shapes))
 
 
@@ -137,9 +128,9 @@ class Sizes(NamedTuple):
       kind_of: for every layer, the number of its kind.
       message: bytes of an activation between stages.
       outer_parameters: elements of embedding and head on a device, without stages.
-      outer_split: those of them that stages split among themselves.
+      outer_split: number of these elements that stages split among themselves.
       head: the loss, its gradient, and that of the head, for one microbatch, on one stage.
-      head_working_set: bytes that exist at once while it runs.
+      head_live: bytes that exist at once while it runs.
     """
 
     layers: tuple[LayerSizes, ...]
@@ -148,7 +139,15 @@ class Sizes(NamedTuple):
     outer_parameters: int
     outer_split: int
     head: Pass
-    head_working_set: Linear
+    head_live: Linear
+
+    def layer_flops(self, rows: int) -> float:
+        """FLOPs of the matmuls of all layers, for one microbatch."""
+        return sum(
+            self.kind_of.count(kind) * layer_pass.flops(rows)
+            for kind, layer in enumerate(self.layers)
+            for layer_pass in layer.passes
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,13 +156,13 @@ class ModelSizes:
 
     Args:
       name: such as its configuration's file.
-      tokens_per_row: what a row holds.
-      parameter_bytes: of one parameter.
-      compute_bytes: of one parameter where layers read it; the same if it is not cast.
+      tokens_per_row: tokens of a row.
+      parameter_bytes: bytes of one parameter.
+      compute_bytes: bytes of one parameter where layers read it; the same if it is not cast.
       moments: numbers that the optimizer keeps for every parameter.
-      batch_rows: of the configuration.
-      row_bytes: of the batch.
-      variants: by what decides how layers are computed.
+      batch_rows: rows of the configuration's batch.
+      row_bytes: bytes of a row of the batch.
+      variants: sizes by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
     """
 
@@ -183,11 +182,13 @@ class ModelSizes:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; devices of a context each hold what one device does."""
-        variant, sizes = min(self.variants.items(), key=lambda one: one[0].mesh)
+        """Parameters of the model; devices of a context each hold what one device does."""
+        variant, sizes = min(self.variants.items(), key=lambda item: item[0].mesh)
         layers = [sizes.layers[kind] for kind in sizes.kind_of]
-        held = sum(one.parameters + (variant.expert - 1) * one.expert_parameters for one in layers)
-        return variant.tensor * (held + sizes.outer_parameters)
+        of_layers = sum(
+            layer.parameters + (variant.expert - 1) * layer.expert_parameters for layer in layers
+        )
+        return variant.tensor * (of_layers + sizes.outer_parameters)
 
     def mean(self, variant: Variant, name: str) -> Linear:
         """A number of `LayerSizes`: the mean, if layers differ."""
@@ -215,8 +216,8 @@ class ModelSizes:
         try:
             data = json.loads(text)
             variants = {
-                Variant(*(one[name] for name in Variant._fields)): _sizes(one["sizes"])
-                for one in data.pop("variants")
+                Variant(*(item[name] for name in Variant._fields)): _read(Sizes, item["sizes"])
+                for item in data.pop("variants")
             }
             return cls(**data, variants=variants)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -228,43 +229,19 @@ class ModelSizes:
 
 @functools.lru_cache(maxsize=1024)
 def _mean(model: ModelSizes, variant: Variant, name: str) -> Linear:
-    """See `ModelSizes.mean`; searches ask for it thousands of times."""
+    """Computes `ModelSizes.mean`, for which searches ask thousands of times."""
     sizes = model.variants[variant]
-    found = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of]
-    lines = [one if isinstance(one, Linear) else Linear(one, 0.0) for one in found]
+    numbers = [getattr(sizes.layers[kind], name) for kind in sizes.kind_of]
+    lines = [number if isinstance(number, Linear) else Linear(number, 0.0) for number in numbers]
     fixed, per_row = (sum(values) / len(lines) for values in zip(*lines, strict=True))
     return Linear(fixed, per_row)
 
 
-def _sizes(data: Any) -> Sizes:
-    layers, kinds, message, parameters, split, head, working_set = data
-    return Sizes(
-        tuple(_layer(one) for one in layers),
-        tuple(kinds),
-        Linear(*message),
-        parameters,
-        split,
-        _pass(head),
-        Linear(*working_set),
-    )
-
-
-def _layer(data: Any) -> LayerSizes:
-    f, b, w, parameters, *kept, shapes, expert_shapes = data
-    until_b, until_w, crossing, *working = (Linear(*one) for one in kept)
-    split, fused, stacked, stacked_fused = working
-    return LayerSizes(
-        *(_pass(f), _pass(b), _pass(w), parameters),
-        *(until_b, until_w, crossing, split, fused, stacked, stacked_fused),
-        tuple(map(tuple, shapes)),
-        tuple(map(tuple, expert_shapes)),
-    )
-
-
-def _pass(data: Any) -> Pass:
-    kernels, values, collectives = data
-    return Pass(
-        tuple(Kernel(Linear(*flops), Linear(*moved)) for flops, moved in kernels),
-        Linear(*values),
-        tuple(Collective(axis, kind, Linear(*sent)) for axis, kind, sent in collectives),
-    )
+def _read(kind: Any, data: Any) -> Any:
+    """Rebuilds a value of a type from JSON, which has lists in place of named tuples."""
+    if hasattr(kind, "_fields"):
+        types = typing.get_type_hints(kind).values()
+        return kind(*(_read(*field) for field in zip(types, data, strict=True)))
+    if typing.get_origin(kind) is tuple:
+        return tuple(_read(typing.get_args(kind)[0], item) for item in data)
+    return data

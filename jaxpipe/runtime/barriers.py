@@ -1,4 +1,4 @@
-"""What keeps XLA from hoisting, recomputing or copying, each with its reason and its test.
+"""Barriers that keep XLA from hoisting, recomputing or copying, each with its reason and test.
 
 Nothing here changes a value.
 """

@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything is compiled: arguments and trees that do not fit it.
+"""Checks before anything is compiled: arguments and trees that do not fit a pipeline.
 
 Every function returns or yields one `Problem` or text per problem, so that callers can report all
 of them at once.
@@ -7,21 +7,18 @@ of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
-from jaxpipe.runtime import filters, host
-from jaxpipe.runtime.filters import Filter
+from jaxpipe.runtime import filters
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.remat import unknown_remat
 from jaxpipe.runtime.layout import precision, splits
-from jaxpipe.runtime.layout.whole_model import LAYOUTS, SHARED
+from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
@@ -35,13 +32,9 @@ from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
 
-if TYPE_CHECKING:
-    from jaxpipe.runtime.layout.placing import Placing
-    from jaxpipe.runtime.pipeline import Pipeline
-
 
 def num_layers(layers: Params) -> int:
-    """How many layers canonical ``params["layers"]`` hold."""
+    """Counts the layers of canonical ``params["layers"]``."""
     return len(layers) if is_sequence(layers) else jax.tree.leaves(layers)[0].shape[0]
 
 
@@ -51,46 +44,32 @@ def num_layers(layers: Params) -> int:
 def arguments(
     model: Model,
     params: Params,
-    states: States,
     schedule: Schedule | None,
+    *,
     mesh: Mesh,
     axes: Axes,
-    trainable: Filter | None,
-    compute_dtype: DTypeLike | None,
-    full_precision: Filter,
-    remat: str,
-    zero: int,
-    weights: str,
-    weight_slots: int,
-    residuals: str,
-    layer_counts: Sequence[int] | None,
+    states: States,
+    options: Options,
 ) -> Iterator[Problem | str]:
-    """Everything that does not fit among the arguments of `Pipeline`.
+    """Yields everything that does not fit among the arguments of `Pipeline`.
 
     ``schedule`` is None if none could be built from its name, for reasons that are known.
     """
+    # Later checks rely on what earlier ones vouch for: precision on well-formed parameters, splits
+    # also on a mesh, the numbers of layers on all. What is malformed keeps them from running.
     malformed_mesh = list(axes.problems(mesh))
     yield from malformed_mesh
     if schedule is not None:
         yield from _schedule(schedule, mesh, None if malformed_mesh else axes)
-    if remat != "auto":
-        yield from unknown_remat(remat)
-    if zero not in (0, 1, 2, 3):
-        nearest = (min(max(zero, 0), 3),) if isinstance(zero, int) else (0, 1, 2, 3)
-        yield Problem("zero", zero, "is not a level", nearest)
-    if weights not in LAYOUTS:
-        rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
-        yield Problem("weights", weights, rule)
-    if not isinstance(weight_slots, int) or weight_slots < 1:
-        yield Problem("weight_slots", weight_slots, "holds no chunk", (1,))
-    yield from host.of_residuals(residuals, mesh)
+    yield from options.problems(mesh)
     if not isinstance(model, Model):
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
         return
     yield from misfits(model)
-    malformed = list(_parameters(model, params, trainable, weights))
+    yield from _pairs(model, schedule, options)
+    malformed = list(_parameters(model, params, options))
     if not malformed:
-        malformed += precision.problems(params, compute_dtype, full_precision)
+        malformed += precision.problems(params, options.compute_dtype, options.full_precision)
     if not malformed and not malformed_mesh:
         malformed += splits.problems(model, params, mesh, axes)
     if model.stateful != (states is not None):
@@ -100,14 +79,14 @@ def arguments(
             "states of its layers, another takes none."
         )
     elif model.stateful and schedule is not None:
-        yield from _order(schedule)
+        yield from _microbatch_order(schedule)
     if states is not None:
         malformed += _states(states)
-    yield from malformed or _counts(params, states, schedule, layer_counts)
+    yield from malformed or _layer_numbers(params, states, schedule, options.layer_counts)
 
 
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
-    """Why a schedule cannot be executed on a mesh; ``axes`` is None if the mesh has none such."""
+    """Yields why a schedule cannot run on a mesh; ``axes`` is None if the mesh has none such."""
     if axes is not None and axes.num_stages(mesh) != schedule.num_stages:
         rule = f"it was built for {schedule.num_stages} stages"
         nearest = {axes.stage: schedule.num_stages}
@@ -118,28 +97,39 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
         yield Problem("schedule", schedule.name, rule, ("1f1b",))
 
 
+def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterator[Problem]:
+    """Why layers cannot run in pairs."""
+    if not options.pair_layers:
+        return
+    if schedule is not None and not schedule.overlapped:
+        rule = f"has no effect: schedule {schedule.name!r} overlaps no forward with a backward"
+        note = "It overlaps them where there are more microbatches than stages."
+        nearest = {"schedule": "dualpipe-v-published"}
+        yield Problem("pair_layers", True, rule, nearest, note=note)
+    if not model.layers_are_alike:
+        yield Problem("pair_layers", True, "runs layers that are alike, and Model.layer is a tuple")
+
+
 _PARTS = ("embed", "layers", "head")
 
 
-def _parameters(
-    model: Model, params: Params, trainable: Filter | None, weights: str
-) -> Iterator[Problem | str]:
-    """What is wrong with the parameters a pipeline is built from."""
+def _parameters(model: Model, params: Params, options: Options) -> Iterator[Problem | str]:
+    """Yields problems of the parameters that a pipeline is built from."""
     if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
         found = f"a {type(params).__name__}."
         if isinstance(params, dict):
-            found = " ".join([f"the keys {list(params)}.", *_keys(params)])
+            found = " ".join([f"the keys {list(params)}.", *_wrong_keys(params)])
         yield f'params must be {{"embed": ..., "layers": ..., "head": ...}}; found {found}'
         return
-    if others := [*not_arrays("params", params), *filters.untrainable(trainable, params)]:
+    if others := [*not_arrays("params", params), *filters.untrainable(options.trainable, params)]:
         yield from others
     elif is_sequence(params["layers"]) or not model.layers_are_alike:
-        yield from _separate(model, params["layers"], weights)
+        yield from _separate(model, params["layers"], options.weights)
     else:
         yield from _stacked("params['layers']", params["layers"])
 
 
-def _keys(params: Params) -> Iterator[str]:
+def _wrong_keys(params: Params) -> Iterator[str]:
     """Says which parts are missing, and what is none."""
     for part in _PARTS:
         if part not in params:
@@ -161,7 +151,7 @@ def not_arrays(name: str, tree: Tree) -> Iterator[str]:
 
 
 def _stacked(name: str, layers: Params) -> Iterator[str]:
-    """What is wrong with what layers that are alike have."""
+    """Yields problems of the arrays of layers that are alike."""
     leaves = jax.tree.leaves_with_path(shapes_of(layers))
     leading = {leaf.shape[:1] for _, leaf in leaves}
     if len(leading) != 1 or () in leading:
@@ -173,7 +163,7 @@ def _stacked(name: str, layers: Params) -> Iterator[str]:
 
 
 def _separate(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
-    """What is wrong with layers of which each has a tree of its own."""
+    """Yields problems of layers that have a tree each."""
     if weights == "unrolled":
         rule = (
             "needs layers that are alike, and these are a tuple: layers that differ share flat "
@@ -201,8 +191,8 @@ _FORMS = (
 )
 
 
-def _order(schedule: Schedule) -> Iterator[str]:
-    """A stateful layer must see the microbatches in their order."""
+def _microbatch_order(schedule: Schedule) -> Iterator[str]:
+    """Says it if a stateful layer would not see the microbatches in their order."""
     latest: dict[int, int] = {}
     for order in schedule.orders:
         for action in order:
@@ -218,17 +208,17 @@ def _order(schedule: Schedule) -> Iterator[str]:
 
 
 def _states(states: States) -> list[str]:
-    """What is wrong with the states a pipeline is built from."""
+    """Lists problems of the states that a pipeline is built from."""
     problems = [*not_arrays("states", states), *filters.overwritten("states", states)]
     if problems or is_sequence(states):
         return problems
     return list(_stacked("states", states))
 
 
-def _counts(
+def _layer_numbers(
     params: Params, states: States, schedule: Schedule | None, layer_counts: Sequence[int] | None
 ) -> Iterator[Problem | str]:
-    """What disagrees about the number of layers."""
+    """Yields disagreements about the number of layers."""
     depth = num_layers(params["layers"])
     if states is not None and num_layers(states) != depth:
         yield f"states holds {num_layers(states)} layers and params['layers'] {depth}."
@@ -257,22 +247,22 @@ def _counts(
 
 
 def canonical(
-    name: str, tree: Tree, expected: Shapes, placed: Shapes, *, dtypes: bool = True
+    name: str, tree: Tree, expected: Shapes, *, if_placed: Shapes, dtypes: bool = True
 ) -> list[str]:
-    """What is wrong with canonical parameters or states.
+    """Lists problems of canonical parameters or states.
 
     Args:
       name: the argument's name.
       tree: what was given.
       expected: shapes of what fits.
-      placed: shapes of the same when placed.
+      if_placed: shapes of the same when placed.
       dtypes: whether dtypes must agree, too.
     """
     tree = _contained_alike(tree, expected)
     lines = mismatches(name, tree, expected, dtypes=dtypes)
     if not lines:
         return []
-    if not mismatches(name, tree, placed, dtypes=False):
+    if not mismatches(name, tree, if_placed, dtypes=False):
         return [f"{name} is placed already."]
     if not mismatches(name, tree, expected, dtypes=False):
         return [*lines, f"Cast {name} to these dtypes."]
@@ -297,38 +287,26 @@ def placed(
     name: str,
     tree: Tree,
     expected: Shapes,
-    canonical: Shapes,
     *,
+    if_canonical: Shapes,
     method: str,
     dtypes: bool = True,
 ) -> list[str]:
-    """What is wrong with placed parameters or states; ``method`` places them, and the other
+    """Lists problems of placed parameters or states; ``method`` places them, and the other
     arguments are those of `canonical`.
     """
     lines = mismatches(name, tree, expected, dtypes=dtypes)
     if not lines:
         return []
-    if not mismatches(name, tree, canonical, dtypes=False):
+    if not mismatches(name, tree, if_canonical, dtypes=False):
         return [f"{name} is in canonical order, not placed; call `{method}` first."]
     if not mismatches(name, tree, expected, dtypes=False):
         return [*lines, f"Cast {name} to these dtypes."]
     return [*lines, f"{name} must be as `{method}` returns it."]
 
 
-NO_STATES = "This model's layers keep no state: Pipeline was given no states."
-
-
-def given_states(states: States, placing: Placing | None) -> list[str]:
-    """What is wrong with the states of a step; ``placing`` is that of a stateful model's."""
-    if placing is None:
-        return [] if states is None else [NO_STATES]
-    if states is None:
-        return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
-    return placing.problems("states", states)
-
-
 def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
-    """What is wrong with an optimizer's state."""
+    """Lists problems of an optimizer's state."""
     lines = mismatches(name, tree, expected)
     return [*lines, f"{name} must be as `pipe.init` returns it."] if lines else []
 
@@ -352,7 +330,7 @@ def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
 
 
 def key(rng: Key) -> Iterator[str]:
-    """What is wrong with a step's random key."""
+    """Says it if a step's random key is none."""
     if rng is None:
         return
     shape = shape_of(rng)
@@ -364,19 +342,18 @@ def key(rng: Key) -> Iterator[str]:
         yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
-def batch(tree: Tree, pipe: Pipeline) -> Iterator[str]:
-    """What is wrong with a batch."""
-    num_microbatches = pipe.schedule.num_microbatches
-    num_shards = pipe.axes.num_shards(pipe.mesh)
+def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
+    """Yields problems of a batch."""
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         at, shape = f"batch{jax.tree_util.keystr(path)}", shape_of(leaf)
-        if shape is None or not shape.shape:
-            found, remedy = f"{at} is {describe_leaf(leaf)}", ""
-            if shape is not None:
-                remedy = " Repeat it for every row, as `jnp.full(rows, value)` does."
-            yield f"{found}; expected an array whose first dimension is rows.{remedy}"
+        expected = "expected an array whose first dimension is rows"
+        if shape is None:
+            yield f"{at} is {describe_leaf(leaf)}; {expected}."
+        elif not shape.shape:
+            remedy = "Repeat it for every row, as `jnp.full(rows, value)` does."
+            yield f"{at} is {describe_leaf(leaf)}; {expected}. {remedy}"
         else:
             rows[at] = shape.shape[0]
     if not jax.tree.leaves(tree):
@@ -385,9 +362,11 @@ def batch(tree: Tree, pipe: Pipeline) -> Iterator[str]:
         found = ", ".join(f"{at} has {n}" for at, n in rows.items())
         yield f"The arrays of a batch must have equally many rows, but {found}."
         return
+    if not rows:
+        return
+    at, n = next(iter(rows.items()))  # the others have as many
     step = num_microbatches * num_shards
-    for at, n in list(rows.items())[:1]:  # the others have as many
-        if n == 0 or n % step:
-            below, above = n // step * step, max(-(-n // step), 1) * step
-            valid = ", ".join(str(n) for n in (below, above) if n)
-            yield f"{at} has {n} rows, which do not divide into {unit}.\nNearest valid: {valid}."
+    if n == 0 or n % step:
+        below, above = n // step * step, max(-(-n // step), 1) * step
+        valid = ", ".join(str(n) for n in (below, above) if n)
+        yield f"{at} has {n} rows, which do not divide into {unit}.\nNearest valid: {valid}."

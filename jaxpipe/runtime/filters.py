@@ -56,8 +56,8 @@ def is_chosen(name: str, leaf: Any, chosen: Filter) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _patterns(chosen))
 
 
-def partition(params: Params, trainable: Filter | None) -> tuple[Params, Params]:
-    """The parameters that are trained, by default all, and the others."""
+def split_trainable(params: Params, trainable: Filter | None) -> tuple[Params, Params]:
+    """Divides parameters into those that are trained, by default all, and the others."""
     if trainable is None:
         return params, jax.tree.map(lambda _: None, params)
     trained = choose(params, trainable)
@@ -65,7 +65,7 @@ def partition(params: Params, trainable: Filter | None) -> tuple[Params, Params]
 
 
 def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
-    """What is wrong with a filter, an argument of that name, for these parameters."""
+    """Lists problems of a filter, an argument of that name, for these parameters."""
     names = [name_of(path) for path, _ in jax.tree.leaves_with_path(params)]
     if not (callable(chosen) or _are_patterns(chosen)):
         yield (
@@ -87,13 +87,13 @@ def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
 
 
 def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
-    """What is wrong with the parameters that are to be trained."""
+    """Yields problems of the parameters that are to be trained."""
     if trainable is not None:
         wrong = list(problems("trainable", trainable, params))
         yield from wrong
         if wrong:
             return
-    trained = partition(params, trainable)[0]
+    trained = split_trainable(params, trainable)[0]
     yield from overwritten("params", trained)
     leaves = jax.tree.leaves_with_path(trained)
     if not leaves and jax.tree.leaves(params):

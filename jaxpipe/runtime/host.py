@@ -13,7 +13,7 @@ from jaxpipe.runtime.types import Gradients, OptimizerState, Shapes, Shardings, 
 from jaxpipe.schedule.problems import Problem
 
 _KIND = "pinned_host"
-RESIDUALS = ("device", "host")
+RESIDUAL_PLACES = ("device", "host")
 """Where residuals may wait for their backward."""
 
 
@@ -58,8 +58,9 @@ def problems(name: str, value: Any, mesh: Mesh) -> list[Problem]:
 
 def of_residuals(residuals: str, mesh: Mesh) -> list[Problem]:
     """Why residuals cannot wait there."""
-    if residuals not in RESIDUALS:
-        return [Problem("residuals", residuals, f"is not one of {', '.join(RESIDUALS)}", RESIDUALS)]
+    if residuals not in RESIDUAL_PLACES:
+        rule = f"is not one of {', '.join(RESIDUAL_PLACES)}"
+        return [Problem("residuals", residuals, rule, RESIDUAL_PLACES)]
     return problems("residuals", residuals, mesh) if residuals == "host" else []
 
 

@@ -53,7 +53,7 @@ def init_params(pipe: Pipeline, init: Callable[[jax.Array], Params], key: jax.Ar
     # than one of them whole, whatever it cannot split.
     placing = pipe.params_placing
     jaxpr, shapes = jax.make_jaxpr(init, return_shape=True)(key)
-    refuse(checks.canonical("init(key)", shapes, placing.canonical, placing.placed))
+    refuse(checks.canonical("init(key)", shapes, placing.canonical, if_placed=placing.placed))
     run = jaxpr_as_fun(jaxpr)
     expected, structure = jax.tree.flatten(placing.canonical)
     leaves: list[jax.Array] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ from jaxpipe.runtime.trees import is_sequence, mismatches, select
 from jaxpipe.runtime.types import Arrays, At, LayerParams, Placed, Shapes, Stored, Tree
 from jaxpipe.schedule.problems import refuse
 
-Read: TypeAlias = Callable[..., Tree]
+ReadPart: TypeAlias = Callable[..., Tree]
 """``read("embed")`` and ``read("head")`` return these parts, ``read("layers", n)`` layer n."""
 
 
-def load_params(pipe: Pipeline, read: Read) -> Placed:
+def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
     """Reads parameters layer by layer, each into its place on the devices that hold it.
 
     A device never holds more than its part and one layer. Each process reads only the layers of its
@@ -59,14 +59,14 @@ def load_params(pipe: Pipeline, read: Read) -> Placed:
     """
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)
-    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.zero == 3)
+    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.options.zero == 3)
     if pipe.frozen is None:
         return params
-    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.zero == 3)
+    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.options.zero == 3)
     return params | {FROZEN: frozen}
 
 
-def _read(canonical: Shapes, read: Read, name: str, *number: int) -> Tree:
+def _read(canonical: Shapes, read: ReadPart, name: str, *number: int) -> Tree:
     """A part of the model, as it should be."""
     expected = canonical[name]
     if number and is_sequence(expected):
@@ -78,7 +78,7 @@ def _read(canonical: Shapes, read: Read, name: str, *number: int) -> Tree:
     return found
 
 
-def _fill(layout: Layout, placed: Shapes, read: Read, *, sharded: bool) -> Placed:
+def _fill(layout: Layout, placed: Shapes, read: ReadPart, *, sharded: bool) -> Placed:
     """The parameters of a layout, from parts that may hold others, too."""
     filled = {
         name: jax.tree.map(_part, select(read(name), leaves), placed[name])
@@ -101,7 +101,7 @@ class _Layers:
             if device.process_index == jax.process_index():
                 self._devices.append((device, at[axes.stage], at))
 
-    def load(self, read: Read) -> Placed:
+    def load(self, read: ReadPart) -> Placed:
         if not jax.tree.leaves(self._placed):
             return self._placed
         own = [self._zeros(device) for device, _, _ in self._devices]
@@ -114,7 +114,7 @@ class _Layers:
             jax.block_until_ready(own)
         return jax.tree.map(_joined, self._placed, *own)
 
-    def _put(self, own: list[Arrays], at: At, n: int, read: Read) -> None:
+    def _put(self, own: list[Arrays], at: At, n: int, read: ReadPart) -> None:
         """Reads a layer for all devices of its stage."""
         layer = select(read("layers", n), self._layout.layers.shape_of(n))
         packed: dict[tuple[int, ...], Stored] = {}  # by place on the axes that split the layer
@@ -129,9 +129,9 @@ class _Layers:
                 own[number] = self._with(own[number], at, part, n)
 
     def _own(self, layer: LayerParams, n: int, place: dict[str, int]) -> LayerParams:
-        """What a device has of arrays that model axes split."""
+        """Takes a device's part of arrays that model axes split."""
 
-        def own(leaf: Leaf, w: Any) -> Any:
+        def own(leaf: Leaf, w: Tree) -> Tree:
             for split in leaf.splits:
                 runs = split.own(self._number(place, split.axes), w.shape[split.dim])
                 before = (slice(None),) * split.dim
@@ -142,17 +142,17 @@ class _Layers:
         return jax.tree.map(own, self._layout.layers.canonical_of(n), layer)
 
     def _zeros(self, device: jax.Device) -> Arrays:
-        def zeros(leaf: Any) -> jax.Array:
+        def zeros(leaf: Tree) -> jax.Array:
             shape = leaf.sharding.shard_shape(leaf.shape)
             return jnp.zeros(shape, leaf.dtype, device=device)
 
         return jax.tree.map(zeros, self._placed)
 
     def _shard(self, stored: Stored, n: int, place: dict[str, int]) -> Stored:
-        """What a data shard holds of a layer."""
+        """Takes a data shard's part of a layer."""
         axes = self._layout.axes
 
-        def part(leaf: Leaf, w: Any) -> Any:
+        def part(leaf: Leaf, w: Tree) -> Tree:
             if leaf.data_dim is None or not self._sharded:
                 return w
             shard = self._number(place, axes.sharding(leaf.apart))
@@ -188,15 +188,15 @@ class _Layers:
         return jax.tree.map(lambda w: w[None], new)
 
 
-def _window(w: Any, dim: int, number: int, size: int) -> Any:
+def _window(w: Tree, dim: int, number: int, size: int) -> Tree:
     """A part of an array, of equal ones along a dimension."""
     return w[(slice(None),) * dim + (slice(number * size, (number + 1) * size),)]
 
 
-def _part(w: Any, leaf: Any) -> jax.Array:
+def _part(w: Tree, leaf: Tree) -> jax.Array:
     """An array of embedding or head, padded where stages split it."""
 
-    def own(index: Any) -> Any:
+    def own(index: Tree) -> Tree:
         shape = leaf.sharding.shard_shape(leaf.shape)
         held = np.asarray(w[index])
         room = [(0, size - n) for size, n in zip(shape, held.shape, strict=True)]
@@ -205,5 +205,5 @@ def _part(w: Any, leaf: Any) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, own)
 
 
-def _joined(leaf: Any, *parts: jax.Array) -> jax.Array:
+def _joined(leaf: Tree, *parts: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(parts))

@@ -25,7 +25,7 @@ _Given = ParamSpec("_Given")
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """What a mesh calls the axes that a pipeline uses.
+    """The names of a mesh's axes, by their use.
 
     Args:
       stage: the axis of the stages.

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxpipe.runtime import checks, filters, programs
+from jaxpipe.runtime import checks, programs
+from jaxpipe.runtime.assembly import NO_STATES, Assembly
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.remat import chosen_remat
 from jaxpipe.runtime.layout.placing import Placing
-from jaxpipe.runtime.layout.precision import compute_dtypes
-from jaxpipe.runtime.layout.splits import read_splits
-from jaxpipe.runtime.layout.whole_model import FROZEN, StateLayout, WithFrozen, make_layouts
+from jaxpipe.runtime.layout.whole_model import FROZEN
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.named_schedule import named_schedule
-from jaxpipe.runtime.tables import Tables
-from jaxpipe.runtime.tick.fixed import Setup
-from jaxpipe.runtime.trees import elsewhere, shapes_of
+from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.types import (
     Batch,
     Gradients,
@@ -38,16 +33,12 @@ from jaxpipe.runtime.types import (
     Tree,
 )
 from jaxpipe.runtime.update import training_step
-from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.lowering.lower import forward_only
-from jaxpipe.schedule.lowering.table import TickTable
-from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.problems import refuse
 
 
-class Pipeline:
+class Pipeline(Assembly):
     """Runs a model through a pipeline schedule on a mesh.
 
     Parameters are *canonical* for the user (``{"embed", "layers", "head"}`` and, where layers share
@@ -87,6 +78,9 @@ class Pipeline:
         the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
       residuals: where what F keeps waits for its backward: on the "device", or on the "host", over
         the device's bus; best with ``remat="full"``, which keeps least.
+      pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
+        one loop, so that matmuls of one hide what the other communicates, or one after the other;
+        for layers that are alike. By default where layers use mesh axes, on GPUs.
       layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
       poison: fills bubbles with NaN, for tests.
@@ -130,56 +124,36 @@ class Pipeline:
         weights: str = "stacked",
         weight_slots: int = 1,
         residuals: str = "device",
+        pair_layers: bool | None = None,
         layer_counts: Sequence[int] | None = None,
         states: States = None,
         poison: bool = False,
     ) -> None:
         axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
-        precision = compute_dtype, full_precision
-        options = trainable, *precision, remat, zero, weights, weight_slots, residuals, layer_counts
-        refuse([*unknown, *checks.arguments(model, params, states, built, mesh, axes, *options)])
-        assert built is not None
-        validate(built)
-        remat = chosen_remat(remat, mesh.devices.flat[0].platform)
-        mesh = with_auto_axes(mesh)
-        leave_compilation_cache(mesh)
-        params, states = shapes_of(params), shapes_of(states)
-        self.model, self.schedule, self.mesh, self.axes = model, built, mesh, axes
-        self.remat, self.poison, self.trainable = remat, poison, trainable
-        self.weights, self.weight_slots, self.residuals = weights, weight_slots, residuals
-        self.zero = zero if axes.num_parts(mesh) > 1 else 0
-        if layer_counts is None:
-            layer_counts = partition([1] * checks.num_layers(params["layers"]), built.placement)
-        parts = filters.partition(params, trainable)
-        split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
-        self._tables = Tables.of(
-            params["layers"],
-            split[1],
+        options = Options(
+            trainable=trainable,
+            compute_dtype=compute_dtype,
+            full_precision=full_precision,
+            remat=remat,
+            zero=zero,
             weights=weights,
             weight_slots=weight_slots,
-            zero=self.zero,
-            together=model.stage_split is not None,
-            mesh=mesh,
+            residuals=residuals,
+            pair_layers=pair_layers,
+            layer_counts=layer_counts,
+            poison=poison,
         )
-        self.table = self._tables.of_step(built, layer_counts)
-        self.layout, self.frozen = make_layouts(*parts, *split, mesh, axes, self.table, weights)
-        self.compute_dtype, self.full_precision = precision
-        self.compute_dtypes = compute_dtypes((self.layout, self.frozen), *precision)
-        place = partial(Placing, sharded=self.zero == 3, name="params")
-        self.params_placing = self.trained_placing = place(self.layout)
-        if self.frozen:
-            self.params_placing = place(WithFrozen(self.layout, self.frozen))
-        make = partial(PlacedOptimizer, params=self.layout, zero=self.zero)
-        self.placed_optimizer = lru_cache(maxsize=8, typed=True)(make)
-        step = partial(training_step.train_step, self)
-        self._train_step = lru_cache(maxsize=8, typed=True)(step)  # `OnHost` equals what it wraps
-        self.program = lru_cache(maxsize=8)(partial(programs.make, self))
-        self.state_layout, self.states_placing = None, None
-        if states is not None:
-            layout = StateLayout.of(states, self.layout)
-            self.state_layout = layout.layers
-            self.states_placing = Placing(layout, sharded=False, name="states")
+        problems = checks.arguments(
+            model, params, built, mesh=mesh, axes=axes, states=states, options=options
+        )
+        refuse([*unknown, *problems])
+        assert built is not None  # named_schedule gave none only with a problem, as did checks
+        validate(built)
+        leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
+        mesh, options = with_auto_axes(mesh), options.on(mesh, axes, model, built)
+        super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=options)
+        self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))
 
     # Layout.
 
@@ -210,6 +184,7 @@ class Pipeline:
 
     def unplace(self, placed: Placed) -> Params:
         """Undoes `place`, also for what is shaped like parameters, such as gradients."""
+        # Gradients have no frozen part.
         placing = self.params_placing if FROZEN in placed else self.trained_placing
         return placing.unplace(placed, dtypes=False)
 
@@ -223,7 +198,7 @@ class Pipeline:
 
     def _states_or_raise(self) -> Placing:
         if self.states_placing is None:
-            raise ValueError(checks.NO_STATES)
+            raise ValueError(NO_STATES)
         return self.states_placing
 
     @property
@@ -282,7 +257,7 @@ class Pipeline:
         return training_step.update(self, optimizer, grads, state, params, extra)
 
     def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
-        """Where the state of an optimizer lies, with shapes and shardings.
+        """Makes what places an optimizer's state, with shapes and shardings.
 
         ``placing.unplace(state)`` gives it as the optimizer has it for canonical parameters, which
         fits any mesh, schedule and ZeRO level, and ``placing.place(state)`` undoes that.
@@ -323,7 +298,7 @@ class Pipeline:
     def value_and_grad(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> tuple[Any, Gradients]:
-        """Loss and gradients of a batch.
+        """Computes loss and gradients of a batch.
 
         Args:
           placed: placed parameters.
@@ -349,10 +324,10 @@ class Pipeline:
         return with_aux(step.value, step.states), step.gradients
 
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
-        """Only the loss, or ``(loss, metrics)``, from the schedule's forwards.
+        """Computes the loss, or ``(loss, metrics)``, from the schedule's forwards alone.
 
-        Arguments as for `value_and_grad`, which ``jax.value_and_grad(pipe.loss)`` equals. Arrays of
-        the batch that only the embedding and the head read have gradients, too.
+        Arguments as for `value_and_grad`. ``jax.value_and_grad(pipe.loss)`` gives the same loss and
+        gradients; the loss also has gradients by arrays of the batch that no layer reads.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         return programs.loss(self, placed, batch, rng, states)
@@ -360,7 +335,7 @@ class Pipeline:
     def outputs(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> Tree:
-        """What `Model.output` returns, such as logits, from the schedule's forwards.
+        """Computes `Model.output`, such as logits, from the schedule's forwards.
 
         Arguments as for `value_and_grad`.
 
@@ -372,42 +347,3 @@ class Pipeline:
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         return programs.outputs(self, placed, batch, rng, states)
-
-    @cached_property
-    def forward_table(self) -> TickTable:
-        """That of the schedule's forwards alone."""
-        return self._tables.of_step(forward_only(self.schedule), self.table.layer_counts)
-
-    @cached_property
-    def chunk_table(self) -> TickTable:
-        """The table of a step that updates chunk by chunk."""
-        return self._tables.of_chunks(self.schedule, self.table.layer_counts)
-
-    def setup(self, table: TickTable) -> Setup:
-        """How this pipeline runs a table of its own placement and layers."""
-        frozen = None if self.frozen is None else self.frozen.local
-        return Setup(
-            self.model, self.layout.local, frozen, table, self.remat, self.zero, self.state_layout,
-            self.compute_dtypes, self.poison, residuals=self.residuals,
-        )  # fmt: skip
-
-    def check(
-        self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
-    ) -> None:
-        """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        rest = [*checks.batch(batch, self), *checks.given_states(states, self.states_placing)]
-        rest = rest or list(elsewhere(self.mesh, batch=batch))
-        refuse([*self.params_placing.problems(name, placed), *others, *rest])
-
-    @property
-    def in_specs(self) -> Tree:
-        """Partition specs of a step's arguments: placed parameters, batch, key and states."""
-        return self.params_placing.specs, P(self.axes.data), P(), P(self.axes.stage)
-
-    def shard_map(
-        self, body: Callable[..., Any], in_specs: Tree, out_specs: Tree
-    ) -> Callable[..., Any]:
-        """``body`` on every device, as one program."""
-        return jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )

@@ -6,22 +6,16 @@ First derivatives of the loss come from it, and all others are refused.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.layout.whole_model import FROZEN
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.types import Batch, Gradients, Key, Placed, States, Tree
-
-if TYPE_CHECKING:
-    from jaxpipe.runtime.pipeline import Pipeline
-    from jaxpipe.runtime.tick.stamps import Stamps
 
 _FIRST_ORDER = (
     "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
@@ -45,7 +39,7 @@ _OUTPUTS = (
 )
 
 
-def train(pipe: Pipeline, *args: Tree, inputs: tuple[int, ...] = ()) -> executor.Step:
+def train(pipe: Assembly, *args: Tree, inputs: tuple[int, ...] = ()) -> executor.Step:
     """Runs a step.
 
     Args:
@@ -58,14 +52,14 @@ def train(pipe: Pipeline, *args: Tree, inputs: tuple[int, ...] = ()) -> executor
     return step
 
 
-def outputs(pipe: Pipeline, *args: Tree) -> Tree:
-    """What `Model.output` returns for every row."""
+def outputs(pipe: Assembly, *args: Tree) -> Tree:
+    """Computes `Model.output` for every row."""
     run = pipe.program("outputs")
     return _refusing_derivatives(run, _OUTPUTS)(*args).value
 
 
-def loss(pipe: Pipeline, *args: Tree) -> Tree:
-    """Loss and metrics, from forwards alone; differentiated, from a whole step."""
+def loss(pipe: Assembly, *args: Tree) -> Tree:
+    """Computes loss and metrics from forwards alone; differentiated, from a whole step."""
 
     @jax.custom_vjp
     def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:
@@ -100,34 +94,7 @@ def loss(pipe: Pipeline, *args: Tree) -> Tree:
         raise ValueError(_FORWARD_MODE) from error
 
 
-def make(
-    pipe: Pipeline, result: str, *, inputs: tuple[int, ...] = (), stamps: Stamps | None = None
-) -> Callable[..., executor.Step]:
-    """What runs a table on all devices: the pipeline's own, or that of its forwards.
-
-    It is jitted, so that calls outside `jax.jit` compile it once, and inlined inside.
-
-    Args:
-      pipe: what to run.
-      result: "train" for gradients, too; "loss" alone; or "outputs".
-      inputs: numbers of the batch's arrays whose gradients are wanted.
-      stamps: where to note when layers run.
-    """
-    table, outputs = pipe.table if result == "train" else pipe.forward_table, result == "outputs"
-    setup = dataclasses.replace(pipe.setup(table), outputs=outputs, inputs=inputs, stamps=stamps)
-
-    def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
-        rows = split_rows(batch, pipe.schedule.num_microbatches)
-        return executor.run(setup, placed, rows, rng, states)
-
-    data = P(pipe.axes.data)
-    collected = data if outputs else P()
-    gradients = pipe.layout.specs(sharded=pipe.zero >= 1) if setup.trains else None
-    specs = executor.Step(collected, gradients, P(pipe.axes.stage), data)
-    return jax.jit(pipe.shard_map(body, pipe.in_specs, specs), inline=True)
-
-
-def _refusing_derivatives(run: Callable[..., Any], refusal: str) -> Callable[..., Any]:
+def _refusing_derivatives(run: Callable[..., Tree], refusal: str) -> Callable[..., Tree]:
     """``run``, which raises ValueError when it is differentiated."""
     guarded = jax.custom_jvp(run)
 

@@ -1,4 +1,4 @@
-"""Which tick table a pipeline runs: what moves over data, and when, depends on its options."""
+"""Tick tables of a pipeline: what moves over data, and when, depends on its options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.whole_model import layer_layout
 from jaxpipe.runtime.mesh import transfers_overlap
+from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.types import Params
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import lower
@@ -42,17 +43,16 @@ class Tables:
         cls,
         layers: Params,
         splits: Splits,
-        *,
-        weights: str,
-        weight_slots: int,
-        zero: int,
-        together: bool,
+        options: Options,
         mesh: Mesh,
+        *,
+        together: bool,
     ) -> Tables:
-        """Those of canonical layers; ``weights`` is the layout of layers that are alike."""
-        layout = layer_layout(layers, weights)
+        """Makes those of canonical layers."""
+        layout = layer_layout(layers, options.weights)
         shares = layout.most_shares(layers, splits.part(DictKey("layers")))
-        return cls(layout, shares, weight_slots, zero, together, transfers_overlap(mesh))
+        overlaps = transfers_overlap(mesh)
+        return cls(layout, shares, options.weight_slots, options.zero, together, overlaps)
 
     def of_step(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
         """Gradients are summed, and used when the step has ended."""

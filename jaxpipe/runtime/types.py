@@ -50,5 +50,7 @@ At: TypeAlias = tuple[Index, Index, Index]
 """A layer or a piece: its stage, its chunk there, its number within the chunk."""
 Span: TypeAlias = tuple[Index, Index, Index]
 """Layers of a chunk: the chunk, the first one, one past the last."""
+Path: TypeAlias = tuple[Any, ...]
+"""The path of a leaf in a tree, one key per level; jax has a class for every kind of key."""
 Unit: TypeAlias = str | int
 """``"embed"``, ``"head"``, ``"shared"``, or the canonical number of a layer."""

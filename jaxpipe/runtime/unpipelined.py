@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.filters import Filter, partition
+from jaxpipe.runtime.filters import Filter, split_trainable
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.model import Model
@@ -40,7 +40,7 @@ def loss(
     num_microbatches: int = 1,
     data_shards: int = 1,
     states: Sequence[States] | None = None,
-) -> Any:
+) -> Tree:
     """Loss of a batch on one device, microbatch by microbatch, layer by layer.
 
     Args:
@@ -60,8 +60,16 @@ def loss(
     def collect(result: Tree, of_layers: _OfLayers) -> Tree:
         return losses.addable(jax.tree.map(jnp.asarray, result)), of_layers
 
-    args = params, batch, rng, (num_microbatches, data_shards), states
-    found, last = _run(model, model.head_loss, collect, *args)
+    found, last = _run(
+        model,
+        model.head_loss,
+        collect,
+        params,
+        batch,
+        rng=rng,
+        shape=(num_microbatches, data_shards),
+        states=states,
+    )
     sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
     combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
@@ -82,17 +90,17 @@ def value_and_grad(
     num_microbatches: int = 1,
     data_shards: int = 1,
     states: Sequence[States] | None = None,
-) -> tuple[Any, Gradients]:
-    """What `Pipeline.value_and_grad` returns, canonical, on one device.
+) -> tuple[Tree, Gradients]:
+    """Computes what `Pipeline.value_and_grad` returns, canonical, on one device.
 
     Args:
       trainable: as of `Pipeline`. Gradients have None in place of parameters that are not trained.
 
     The others are those of `loss`.
     """
-    trained, frozen = partition(params, trainable)
+    trained, frozen = split_trainable(params, trainable)
 
-    def of_trained(trained: Params) -> tuple[jax.Array, Any]:
+    def of_trained(trained: Params) -> tuple[jax.Array, Tree]:
         result = loss(
             model,
             combine(trained, frozen),
@@ -118,9 +126,17 @@ def outputs(
     data_shards: int = 1,
     states: Sequence[States] | None = None,
 ) -> Tree:
-    """What `Model.output` returns for a batch, in the order of its rows; arguments as of `loss`."""
-    args = params, batch, rng, (num_microbatches, data_shards), states
-    found, _ = _run(model, model.output, lambda result, _: result, *args)
+    """Computes `Model.output` for a batch, in the order of its rows; arguments as of `loss`."""
+    found, _ = _run(
+        model,
+        model.output,
+        lambda result, _: result,
+        params,
+        batch,
+        rng=rng,
+        shape=(num_microbatches, data_shards),
+        states=states,
+    )
     return jax.tree.map(lambda w: jnp.moveaxis(w, 1, 2).reshape(-1, *w.shape[3:]), found)
 
 
@@ -130,6 +146,7 @@ def _run(
     collect: Callable[[Tree, _OfLayers], Tree],
     params: Params,
     batch: Batch,
+    *,
     rng: Key,
     shape: tuple[int, int],
     states: Sequence[States] | None,
@@ -149,16 +166,18 @@ def _run(
     wide = widened(params)
 
     # Loops over layers, microbatches and shards, so that a layer is compiled once.
-    def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Any:
+    def one(shard: Index, states: tuple[States, ...], of_microbatch: tuple[Index, Batch]) -> Tree:
         microbatch, rows = of_microbatch
 
         def key(layer: Index) -> Key:
             return layer_key(rng, microbatch=microbatch, shard=shard, layer=layer)
 
-        result, of_layers, renewed = _microbatch(model, head, wide, params, rows, key, states)
+        result, of_layers, renewed = _microbatch(
+            model, head, wide, params, rows, key=key, states=states
+        )
         return renewed, collect(result, of_layers)
 
-    def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Any]:
+    def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Tree]:
         shard, rows = shard_rows
         microbatches = jnp.arange(num_microbatches), rows
         return jax.lax.scan(functools.partial(one, shard), tuple(states or ()), microbatches)
@@ -179,10 +198,11 @@ def _microbatch(
     params: Params,
     like: Params,
     rows: Batch,
+    *,
     key: Callable[[Index], Key],
     states: tuple[States, ...],
 ) -> tuple[Tree, _OfLayers, tuple[States, ...]]:
-    """What the head returns for a microbatch, its layers' losses, and new states.
+    """Computes what the head returns for a microbatch, its layers' losses, and new states.
 
     Parameters are `widened` so that their gradients are summed wide; each function reads them
     rounded to the dtypes of ``like``.
@@ -191,7 +211,7 @@ def _microbatch(
     shared = outer.get(SHARED)
     depth = jax.tree.leaves(layers)[0].shape[0] if model.layers_are_alike else len(layers)
 
-    def run(function: Callable[..., Any], n: Index, x: Activation, *args: Tree) -> Any:
+    def run(function: Callable[..., Tree], n: Index, x: Activation, *args: Tree) -> Tree:
         """A layer's output, its loss and metrics if it has any, and its new state."""
         params, *state = args
         params = rounded(params, own if model.layers_are_alike else own[n])
@@ -222,7 +242,7 @@ def _microbatch(
     return result, (of_layers, jnp.asarray(num_losses)), tuple(renewed)
 
 
-def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Any], LayerParams]]:
+def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Tree], LayerParams]]:
     """Function and parameters of every layer, whether the layers are alike or not."""
     if model.layers_are_alike:
         depth = jax.tree.leaves(layers)[0].shape[0]

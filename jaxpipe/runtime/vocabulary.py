@@ -119,10 +119,7 @@ def cross_entropy(
     if weights is not None:
         weights = weights.reshape(-1).astype(jnp.float32)
     return _cross_entropy(
-        _Over.of(axis, sequence_axis),
-        vocab_size,
-        label_smoothing,
-        soft_cap,
+        _Head(_Over.of(axis, sequence_axis), vocab_size, label_smoothing, soft_cap),
         rows,
         table,
         bias,
@@ -144,6 +141,15 @@ class _Over(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name in self if name is not None)
+
+
+class _Head(NamedTuple):
+    """Arguments of a cross-entropy that are known before it is traced."""
+
+    axis: _Over | None
+    vocab_size: int
+    smoothing: float
+    soft_cap: float | None
 
 
 def _local(ids: Array, size: int, axis: _Over | None) -> tuple[Array, Array]:
@@ -173,18 +179,13 @@ _sum_replicated.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _cross_entropy(
-    axis: _Over | None, vocab_size: int, smoothing: float, soft_cap: float | None, *arrays: Any
-) -> Array:
-    return _cross_entropy_forward(axis, vocab_size, smoothing, soft_cap, *arrays)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(head: _Head, *arrays: Any) -> Array:
+    return _cross_entropy_forward(head, *arrays)[0]
 
 
 def _cross_entropy_forward(
-    axis: _Over | None,
-    vocab_size: int,
-    smoothing: float,
-    soft_cap: float | None,
+    head: _Head,
     x_NE: Array,
     table_VE: Array,
     bias_V: Array | None,
@@ -192,6 +193,7 @@ def _cross_entropy_forward(
     weights_N: Array | None,
 ) -> tuple[Array, tuple[Array | None, ...]]:
     """Loss, and as residual its gradient with respect to the local logits, times ``1 / scale``."""
+    axis, vocab_size, smoothing, soft_cap = head
     size = table_VE.shape[0]
     logits_NV = jnp.einsum(
         "ne,ve->nv", x_NE, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
@@ -235,13 +237,9 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    axis: _Over | None,
-    vocab_size: int,
-    smoothing: float,
-    soft_cap: float | None,
-    residuals: Any,
-    cotangent: Array,
+    head: _Head, residuals: Any, cotangent: Array
 ) -> tuple[Array | None, ...]:
+    axis = head.axis
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
     if axis is not None and axis.partial is not None:
         cotangent = lax.psum(cotangent, axis.partial)  # of all devices' losses, which are one

@@ -10,13 +10,10 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from jaxpipe.schedule.placement import Placement
-
-if TYPE_CHECKING:
-    from jaxpipe.schedule.lowering.table import TickTable
 
 GUESTS = dict.fromkeys(("pipemare", "pipedream", "2bw"), "jaxpipe.asynchronous")
 """Names of the schedules that have an executor of their own, and its package."""
@@ -153,10 +150,6 @@ class Schedule:
     def inputs(self, action: Action) -> list[Action]:
         """`dependencies` of an action; a fused backward counts as its B."""
         return dependencies(action, num_virtual_stages=self.placement.depth, split=True)
-
-    def table(self, layer_counts: Sequence[int]) -> TickTable | None:
-        """The tick table of a schedule with ticks of its own; None for one that is lowered."""
-        return None
 
     def own_json(self) -> dict[str, Any]:
         """Further fields for JSON."""

@@ -78,7 +78,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
     def add(function: Generate) -> Generate:
         @wraps(function)
         def generate(stages: int, microbatches: int, **options: Any) -> Schedule:
-            return user.call(name, function, stages, microbatches, **options)
+            return user.call_user(name, function, stages, microbatches, **options)
 
         summary = (inspect.getdoc(function) or "").partition("\n")[0]
         source = f"{function.__module__}.{function.__qualname__}"

@@ -243,14 +243,3 @@ def test_what_was_measured_has_a_panel_on_the_same_time_axis(look):
     assert page.locator("#now td").nth(ran.schedule.num_stages + 2).inner_text() == "0F0"
     page.get_by_label("measured").uncheck()
     assert not page.locator("h2").nth(2).is_visible()
-
-
-def test_a_large_schedule_can_be_used(look):
-    clocks = clocks_of("zb-v", p=16, m=128)
-    page = look(clocks)
-    part = clocks.device.rows[9][500]
-    for _ in range(6):
-        page.keyboard.press("+")
-    page.evaluate(f"pan({part.start} - view.first)")
-    page.mouse.move(*place(page, 1, 9, (part.start + part.end) / 2))
-    assert page.locator("#tip").inner_text().startswith(f"{part.action}, ")

@@ -419,3 +419,18 @@ def test_a_folder_that_cannot_be_made_leaves_no_thread_that_keeps_the_program_al
     for thread in left:
         threading.Thread.join(thread, 5)
     assert not [thread for thread in left if thread.is_alive()]
+
+
+def test_entered_again_it_moves_nothing_aside_a_second_time(tmp_path):
+    arrays = {"w": jnp.arange(4.0)}
+    with jaxpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_arrays(1, arrays, data={})
+    (tmp_path / "1" / "run" / "metadata").write_text("{")
+    checkpoints = jaxpipe.Checkpoints(tmp_path, keep=3)
+    checkpoints.save_arrays(1, arrays, data={}, loss=2.0)
+    for step in (2, 3):
+        with checkpoints:
+            checkpoints.save_arrays(step, arrays, data={}, loss=2.0)
+    assert (checkpoints.steps, checkpoints.best) == ([1, 2, 3], 3)
+    assert [checkpoints.whole(step) for step in checkpoints.steps] == [1, 2, 3]
+    assert len(list(tmp_path.glob("1*"))) == 2  # saved again, and moved aside

@@ -1,18 +1,28 @@
-"""Starts train.py as a user would: a tiny model on a tiny text, or a toy where any model does."""
+"""Runs train.py on a tiny model and text, or on a toy where any model does.
+
+`Trainer.start` starts a process, which can be killed; `Trainer.run` calls the same command in this
+one, where imports are done and runs of equal configurations share their compiled step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import io
 import json
+import logging
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import limits
@@ -75,7 +85,7 @@ class Trainer:
     """Runs train.py.
 
     Args:
-      folder: holds the configuration, the data and jax's compilation cache.
+      folder: holds the configuration and the data.
       name: of the configuration.
     """
 
@@ -86,35 +96,22 @@ class Trainer:
     def config(self) -> Path:
         return self.folder / self.name
 
-    def start(
-        self, *options: object, cached: bool = True, **variables: str
-    ) -> subprocess.Popen[str]:
-        """Starts a command that the caller waits for, or kills.
-
-        Args:
-          options: of the command line.
-          cached: whether jax has a compilation cache, which must not make a difference.
-          variables: of the environment.
-        """
-        # The tests' own devices and flags are not the user's.
+    def start(self, *options: object) -> subprocess.Popen[str]:
+        """Starts a process that the caller waits for, or kills."""
+        # Compiled as here, to the same bits; launchers and simulated devices are not the user's.
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))
+            if not name.startswith(("SLURM_", "OMPI_"))
         }
+        flags = environment["XLA_FLAGS"].split()
         environment |= {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{limits.collectives()} {QUICK_COMPILE}",
+            "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
             "PYTHONWARNINGS": "error",
             "PYTHONPATH": str(TOP / "tests" / "train"),  # where toy_family is
-            **variables,
         }
-        if cached:
-            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "cache")
-            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        command = [sys.executable, str(TOP / "train" / "train.py"), *map(str, options)]
         return subprocess.Popen(
-            command,
+            [sys.executable, str(TOP / "train" / "train.py"), *map(str, options)],
             cwd=self.folder,
             env=environment,
             text=True,
@@ -122,11 +119,57 @@ class Trainer:
             stderr=subprocess.PIPE,
         )
 
-    def run(self, *options: object, status: int = 0, cached: bool = True) -> Finished:
-        """Runs a command with the configuration; it must end with a status."""
-        finished = finish(self.start("--config", self.config, *options, cached=cached))
+    def run(self, *options: object, status: int = 0) -> Finished:
+        """Runs the command with the configuration here; it must end with a status."""
+        finished = call("--config", self.config, *options)
         assert finished.status == status, str(finished)
         return finished
+
+
+def call(*arguments: object) -> Finished:
+    """Runs train.py's command line in this process.
+
+    Its streams, signals and variables are its own. What it sets to quieten a failed write stays,
+    because errors of one may still come when it has returned.
+    """
+    from train import loop, train
+
+    out, err = io.StringIO(), io.StringIO()
+    log = logging.getLogger("jaxpipe")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ),
+        mock.patch.object(loop, "Setup", shared_setup),
+        mock.patch.multiple(log, handlers=[], propagate=log.propagate),
+    ):
+        status = train.main([str(argument) for argument in arguments])
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return Finished(status, out.getvalue(), err.getvalue())
+
+
+_SETUPS: dict[tuple[Any, ...], Any] = {}
+_OF_COMPILED = {"train.steps", "train.batch_size", "train.seed"}
+
+
+def shared_setup(config: Any, choice: Any = None) -> Any:
+    """Makes a `Setup` that has the programs of an earlier one whose steps are the same."""
+    from train.step import Setup
+
+    others = {"run_dir", "data.path"}
+    others |= {path for path in config.flat() if path.startswith("train.")} - _OF_COMPILED
+    fields = [(path, str(value)) for path, value in config.flat().items() if path not in others]
+    key = (*fields, choice and str(choice.to_json()))
+    if key not in _SETUPS:
+        _SETUPS[key] = setup = Setup(config, choice)
+        _ = setup.train_step, setup.evaluate  # are jitted once, when first read
+    shared = copy.copy(_SETUPS[key])
+    shared.config = config
+    shared.task = shared._task(shared.choice.vocabulary)
+    return shared
 
 
 def make_trainer(folder: Path) -> Trainer:

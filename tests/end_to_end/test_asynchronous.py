@@ -1,21 +1,9 @@
 """train.py with a pipeline that never drains, after a synchronous warm-up (T3)."""
 
 import shutil
-import signal
 
 import pytest
-from command import (
-    NUM_STEPS,
-    assert_same_run,
-    assert_same_weights,
-    back_to,
-    finish,
-    flip_a_bit,
-    kill_when,
-    num_lines,
-    saved,
-    steps,
-)
+from command import NUM_STEPS, assert_same_weights, back_to, saved, steps
 
 pytestmark = pytest.mark.end_to_end
 SWITCH = 4
@@ -73,31 +61,6 @@ def test_resume_on_either_side_of_the_switch(whole, toy_trainer, tmp_path, step)
         assert record["step"] <= step or "eval_loss" in record
         assert _of_training(record) == _of_training(expected)
     assert_same_weights(run, whole[0])
-
-
-@pytest.mark.slow
-def test_resume_skips_a_damaged_checkpoint_of_a_pipeline_in_mid_flight(
-    whole, toy_trainer, tmp_path
-):
-    run = _until(whole[0], 9, tmp_path)
-    flip_a_bit(run / "checkpoints" / "9")
-    finished = toy_trainer.run("--run-dir", run, "--resume", *OPTIONS)
-    assert "skipping checkpoint 9: state/" in finished.out
-    assert f"resuming {run} at step 6" in finished.out
-    assert_same_run(run, whole[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_sigkill_and_sigterm_around_the_switch(whole, toy_trainer, tmp_path, seed):
-    run = tmp_path / "run"
-    arguments = ["--config", toy_trainer.config, "--run-dir", run, *OPTIONS, "--resume"]
-    for goal, number in ((SWITCH - 1 + seed, signal.SIGKILL), (SWITCH + 2, signal.SIGTERM)):
-        process = toy_trainer.start(*arguments)
-        assert kill_when(process, lambda goal=goal: num_lines(run) >= goal, number=number)
-        assert finish(process).status == (0 if number == signal.SIGTERM else -number)
-    toy_trainer.run("--run-dir", run, *OPTIONS, "--resume")
-    assert_same_run(run, whole[0])
 
 
 def test_a_pipeline_in_mid_flight_fits_its_own_layout_alone(whole, toy_trainer, tmp_path):

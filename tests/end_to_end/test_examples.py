@@ -1,16 +1,24 @@
-"""The examples run as scripts, which is how a newcomer starts them."""
+"""The examples run as scripts, as a newcomer starts them, and traced, which takes less time."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import chex
+import jax
 import limits
+import numpy as np
 import pytest
 from command import QUICK_COMPILE
+
+import jaxpipe
+from jaxpipe import testing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -46,7 +54,7 @@ def test_the_first_pipeline_draws_its_schedule_and_trains():
     assert losses[-1] < 0.1 * float(alone)
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 @pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
 def test_a_model_of_somebody_else_s_is_compared_and_trains(path):
     printed = run(path)
@@ -54,6 +62,47 @@ def test_a_model_of_somebody_else_s_is_compared_and_trains(path):
     losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < 0.8 * losses[0]
+
+
+def traced_comparison(model, params, batch, *, reference, **options):
+    """A comparison of shapes alone, which compiles nothing."""
+    given = {name: options[name] for name in options.keys() & {"trainable"}}
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    pipe = jaxpipe.Pipeline(model, params, schedule="zb-h1", mesh=mesh, **given)
+    got, _ = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, batch)
+    shape = {"num_microbatches": pipe.schedule.num_microbatches, "data_shards": 2}
+    want = jax.eval_shape(partial(reference, **shape, states=None), params, batch, None)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+
+
+def traced_step(train_step):
+    """Training steps that are traced once and change nothing; their losses are zero."""
+
+    def make(pipe, optimizer):
+        step, values = train_step(pipe, optimizer), []
+
+        def run(params, state, *given):
+            if not values:
+                shapes, *_ = jax.eval_shape(step, params, state, *given)
+                values.append(jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes))
+            return values[0], params, state
+
+        return run
+
+    return make
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
+def test_an_example_runs_to_its_end_with_a_pipeline_that_is_traced(path, monkeypatch, capsys):
+    monkeypatch.setattr(testing, "assert_matches_unpipelined", traced_comparison)
+    monkeypatch.setattr(testing, "simulate_devices", lambda count: None)  # there are 8 already
+    monkeypatch.setattr(jaxpipe.Pipeline, "train_step", traced_step(jaxpipe.Pipeline.train_step))
+    monkeypatch.syspath_prepend(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.startswith("the pipeline gives what the model gives\n")
+    assert printed.count(": loss 0.000") == 4
 
 
 @pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)

@@ -1,8 +1,10 @@
 """A model family that one file declares: options, checks, training, checkpoints, resuming."""
 
+from functools import partial
+
 import pytest
 import yaml
-from command import TOP, Trainer, back_to, finish, saved, steps
+from command import Trainer, back_to, saved, steps
 
 from train import checks, command_line, errors
 from train.config import Config
@@ -87,13 +89,8 @@ optimizer: {{warmup_steps: 1}}
 train: {{steps: 4, batch_size: 8, eval_batches: 1, checkpoint_every: 2}}
 """
     )
-    run, trainer = tmp_path / "run", Trainer(tmp_path)
-
-    def train(*options, status=0):
-        command = ["--config", "toy.yaml", "--run-dir", run, *options]
-        finished = finish(trainer.start(*command, PYTHONPATH=str(TOP / "tests" / "train")))
-        assert finished.status == status, str(finished)
-        return finished
+    run, trainer = tmp_path / "run", Trainer(tmp_path, "toy.yaml")
+    train = partial(trainer.run, "--run-dir", run)
 
     finished = train()
     assert "zero everywhere has about 0.5" in finished.out

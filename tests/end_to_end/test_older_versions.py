@@ -9,23 +9,23 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from command import Trainer, finish
+from command import Trainer
 
 pytestmark = pytest.mark.end_to_end
 
 _RUN = Path(__file__).with_name("older") / "bert-pipemare.tar.xz"
 
 
-def test_a_run_of_an_older_version_resumes_from_its_file_as_if_nothing_had_changed(tmp_path):
+def test_a_run_of_an_older_version_resumes_from_its_file_as_if_nothing_had_changed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     with tarfile.open(_RUN) as archive:
         archive.extractall(tmp_path, filter="data")
     run = tmp_path / "run"
     assert "\nbert: {" in (tmp_path / "bert.yaml").read_text()
     before = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    finished = finish(
-        Trainer(tmp_path).start("--config", "bert.yaml", "--run-dir", "run", "--resume")
-    )
-    assert finished.status == 0, str(finished)
+    finished = Trainer(tmp_path, "bert.yaml").run("--run-dir", "run", "--resume")
     assert "resuming run at step 4" in finished.out
     assert "changed since" not in finished.out
     after = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -3,14 +3,13 @@
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
-import time
+import types
 
-import limits
 import pytest
 import yaml
 from command import (
@@ -26,29 +25,40 @@ from command import (
     steps,
 )
 
+from train import loop
 from train.run_lock import LOCK_FILE
 
 pytestmark = pytest.mark.end_to_end
 
 
-def _copy(run, tmp_path):
-    return shutil.copytree(run, tmp_path / "copy")
+@pytest.fixture
+def copy(unbroken_toy, tmp_path):
+    """A whole run of the toy that a test may break."""
+    return shutil.copytree(unbroken_toy, tmp_path / "copy")
 
 
-def test_every_checkpoint_competes_for_the_best(unbroken_toy):
-    """Also those of steps that are not evaluated for the record."""
-    folder = unbroken_toy / "checkpoints"
-    losses = {
-        step: json.loads((folder / str(step) / "metrics" / "metrics").read_text())["eval_loss"]
-        for step in saved(unbroken_toy)
-    }
-    recorded = {r["step"]: r["eval_loss"] for r in steps(unbroken_toy) if "eval_loss" in r}
-    assert losses.keys() - recorded.keys()
-    assert all(map(math.isfinite, losses.values()))
-    assert losses[NUM_STEPS] == pytest.approx(recorded[NUM_STEPS])
+@pytest.fixture
+def at_step(monkeypatch):
+    """Has something happen when a run in this process records a step."""
+
+    def change(step, event):
+        write = loop.Metrics.write
+
+        def write_and_change(metrics, number, values):
+            write(metrics, number, values)
+            if number == step:
+                event()
+
+        monkeypatch.setattr(loop.Metrics, "write", write_and_change)
+
+    return change
 
 
-def test_a_run_leaves_everything_it_should(unbroken, trainer):
+def _times(run):
+    return {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_a_run_leaves_everything_it_should(unbroken):
     run, finished = unbroken
     assert finished.err == ""
     assert "schedule 1f1b, 2 microbatches, remat none, ZeRO-3" in finished.out
@@ -69,70 +79,73 @@ def test_a_run_leaves_everything_it_should(unbroken, trainer):
     assert (run / "sample.txt").read_text().startswith("the ")
     (events,) = (run / "tensorboard").iterdir()
     assert b"grad_norm" in events.read_bytes()
+    # Every checkpoint competes for the best, also one that is not evaluated for the record.
+    losses = {
+        step: json.loads((run / "checkpoints" / str(step) / "metrics/metrics").read_text())
+        for step in saved(run)
+    }
+    assert all(math.isfinite(loss["eval_loss"]) for loss in losses.values())
+    assert losses[NUM_STEPS]["eval_loss"] == pytest.approx(records[-1]["eval_loss"])
 
 
-def test_a_mesh_without_devices_is_refused_with_all_else_that_is_wrong(trainer, tmp_path):
-    finished = trainer.run(
-        *("--mesh.stage", 0, "--mesh.data", -1, "--train.steps", -3, "--run-dir", tmp_path / "run"),
-        status=2,
-    )
-    assert finished.err.splitlines() == [
+def test_what_is_refused_is_said_at_once_and_nothing_is_written(toy_trainer, copy):
+    """Numbers below their range, rules of a configuration, a run that is there, another model."""
+
+    def refused(*options, run=copy):
+        before = _times(copy)
+        finished = toy_trainer.run("--run-dir", run, *options, status=2)
+        assert _times(copy) == before
+        return finished.err
+
+    run = copy.parent / "run"
+    lines = refused("--mesh.stage", 0, "--mesh.data", -1, "--train.steps", -3, run=run).splitlines()
+    assert lines == [
         "error: mesh.stage=0 must be at least 1. Nearest valid: 1.",
         "error: mesh.data=-1 must be at least 1. Nearest valid: 1.",
         "error: train.steps=-3 must be at least 1. Nearest valid: 1.",
     ]
-    assert not (tmp_path / "run").exists()
+    options = "--pipeline.microbatches", 3, "--pipeline.schedule", "1f1", "--mesh.stage", 99
+    found = refused(*options, run=run)
+    for part in ("microbatches=3", "'1f1'", "num_layers=4 cannot fill"):
+        assert part in found
+    assert f"run_dir={copy} already holds a run" in refused()
+    found = refused("--resume", "--model.width", 32, "--train.steps", 4)
+    assert "model.width=32 is not the model of the checkpoint" in found
+    assert "train.steps=4 is less than the 10 steps that run_dir=" in found
+    assert not run.exists()
 
 
-def test_resume_skips_half_a_line_and_a_damaged_checkpoint(unbroken, trainer, tmp_path):
+def test_resume_skips_half_a_line_and_a_damaged_checkpoint(unbroken_toy, toy_trainer, copy):
     """One flipped bit of the newest checkpoint's weights; after the end nothing is left to do;
     then both checkpoints are damaged."""
-    run = _copy(unbroken[0], tmp_path)
-    damaged = flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
-    with (run / "metrics.jsonl").open("a") as file:
+    damaged = flip_a_bit(copy / "checkpoints" / str(NUM_STEPS))
+    with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')
-    finished = trainer.run("--run-dir", run, "--resume")
+    finished = toy_trainer.run("--run-dir", copy, "--resume")
     assert f"skipping checkpoint {NUM_STEPS}: state/" in finished.out
     assert f"it is kept as {NUM_STEPS}.damaged" in finished.out
-    assert f"resuming {run} at step 9" in finished.out
-    assert_same_run(run, unbroken[0])
-    assert (run / "checkpoints" / f"{NUM_STEPS}.damaged" / damaged).exists()
+    assert f"resuming {copy} at step 9" in finished.out
+    assert_same_run(copy, unbroken_toy)
+    assert (copy / "checkpoints" / f"{NUM_STEPS}.damaged" / damaged).exists()
 
-    sample = (run / "sample.txt").read_text()
-    finished = trainer.run("--run-dir", run, "--resume")
-    assert f"resuming {run} at step {NUM_STEPS}" in finished.out
-    assert_same_run(run, unbroken[0])
-    assert (run / "sample.txt").read_text() == sample
+    finished = toy_trainer.run("--run-dir", copy, "--resume")
+    assert f"resuming {copy} at step {NUM_STEPS}" in finished.out
+    assert_same_run(copy, unbroken_toy)
 
-    flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
-    (run / "checkpoints" / "9" / "data" / "metadata").write_text("")
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    finished = trainer.run("--run-dir", run, "--resume", status=2)
-    assert finished.err.startswith(f"error: run_dir={run} has no whole checkpoint to resume from (")
+    flip_a_bit(copy / "checkpoints" / str(NUM_STEPS))
+    (copy / "checkpoints" / "9" / "data" / "metadata").write_text("")
+    before = _times(copy)
+    finished = toy_trainer.run("--run-dir", copy, "--resume", status=2)
+    assert finished.err.startswith(
+        f"error: run_dir={copy} has no whole checkpoint to resume from ("
+    )
     assert f"checkpoint {NUM_STEPS}: state/" in finished.err
     assert "checkpoint 9: data/metadata does not have its checksum" in finished.err
     assert finished.err.count("\n") == 1, finished.err
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert _times(copy) == before
 
 
-def test_sigkill_at_random_moments(unbroken_toy, toy_trainer, tmp_path):
-    """A run that is killed and continued, four times."""
-    random_, run = random.Random(0), tmp_path / "run"
-    for first in (0, 2, 4, 7):
-        goal, delay = random_.randint(first, first + 1), random_.uniform(0, 0.05)
-        process = toy_trainer.start("--config", toy_trainer.config, "--run-dir", run, "--resume")
-        kill_when(
-            process,
-            lambda goal=goal: num_lines(run) >= goal,
-            number=signal.SIGKILL,
-            delay_seconds=delay,
-        )
-        assert finish(process).status == -signal.SIGKILL
-    toy_trainer.run("--run-dir", run, "--resume")
-    assert_same_run(run, unbroken_toy)
-
-
-def test_sigkill_during_a_checkpoint_write(unbroken_toy, toy_trainer, tmp_path):
+def test_sigkill_between_steps_and_during_a_checkpoint_write(unbroken_toy, toy_trainer, tmp_path):
     """Half a checkpoint and the lock of the killed run are removed by the next one."""
     run = tmp_path / "run"
     folder = run / "checkpoints"
@@ -141,40 +154,53 @@ def test_sigkill_during_a_checkpoint_write(unbroken_toy, toy_trainer, tmp_path):
         names = os.listdir(folder) if folder.is_dir() else []
         return any(name.startswith(f"{step}.") for name in names)
 
-    def assert_continues(killed, finished, step):
-        assert f"removed the lock of process {killed.pid} on " in finished.out
-        assert "waiting" not in finished.out
-        assert f"resuming {run} at step {step}" in finished.out
-
-    killed = None
-    for step in (CHECKPOINT_EVERY, 2 * CHECKPOINT_EVERY):
+    moments = (
+        (lambda: num_lines(run) >= 1, None),
+        (lambda: is_writing(2 * CHECKPOINT_EVERY), 2 * CHECKPOINT_EVERY),
+    )
+    for ready, step in moments:
         process = toy_trainer.start("--config", toy_trainer.config, "--run-dir", run, "--resume")
-        assert kill_when(process, lambda step=step: is_writing(step), number=signal.SIGKILL)
-        finished = finish(process)
-        assert finished.status == -signal.SIGKILL
-        if killed:
-            assert_continues(killed, finished, step - 2 * CHECKPOINT_EVERY)
+        assert kill_when(process, ready, number=signal.SIGKILL)
+        assert finish(process).status == -signal.SIGKILL
         assert step not in saved(run)
-        left = [path.name for path in folder.iterdir() if not path.name.isdigit()]
-        assert left  # it was killed while it wrote
         assert (run / LOCK_FILE).exists()
-        killed = process
-    assert_continues(killed, toy_trainer.run("--run-dir", run, "--resume"), CHECKPOINT_EVERY)
+    assert [path.name for path in folder.iterdir() if not path.name.isdigit()]  # it was writing
+    finished = toy_trainer.run("--run-dir", run, "--resume")
+    assert f"removed the lock of process {process.pid} on " in finished.out
+    assert "waiting" not in finished.out
+    assert f"resuming {run} at step {CHECKPOINT_EVERY}" in finished.out
     assert_same_run(run, unbroken_toy)
     assert [path.name for path in folder.iterdir() if not path.name.isdigit()] == []
     assert not (run / LOCK_FILE).exists()
 
 
-def test_sigterm_saves_and_resume_continues(unbroken_toy, toy_trainer, tmp_path):
+def test_a_second_run_is_refused_and_sigterm_saves_the_first(unbroken_toy, toy_trainer, tmp_path):
     run = tmp_path / "run"
-    process = toy_trainer.start("--config", toy_trainer.config, "--run-dir", run)
-    assert kill_when(process, lambda: num_lines(run) >= 1, number=signal.SIGTERM)
-    finished = finish(process)
+    first = toy_trainer.start("--config", toy_trainer.config, "--run-dir", run)
+    try:
+        assert kill_when(first, lambda: num_lines(run) >= 1, number=signal.SIGSTOP)
+        # Its threads may still write until all of them have stopped.
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])
+        before = _times(run)
+        who = f"in use by process {first.pid} on {socket.gethostname()} since "
+        second = toy_trainer.run("--run-dir", run, "--resume", status=2)
+        assert second.err.startswith(f"error: run_dir={run} is {who}")
+        fresh = toy_trainer.run("--run-dir", run, status=2)
+        assert fresh.err.startswith(f"error: run_dir={run} already holds a run (")
+        assert who in fresh.err
+        for refused in (second, fresh):
+            assert refused.out == ""
+            assert refused.err.count("\n") == 1
+        assert _times(run) == before
+    finally:
+        first.send_signal(signal.SIGTERM)
+        first.send_signal(signal.SIGCONT)
+        finished = finish(first)
     assert finished.status == 0, str(finished)
     (stopped,) = [
         s for s in saved(run) if f"saved step {s}; continue with --resume" in finished.out
     ]
-    assert 1 < stopped < NUM_STEPS
+    assert stopped < NUM_STEPS
     assert len(steps(run)) == stopped
     assert not (run / LOCK_FILE).exists()
     finished = toy_trainer.run("--run-dir", run, "--resume")
@@ -182,82 +208,59 @@ def test_sigterm_saves_and_resume_continues(unbroken_toy, toy_trainer, tmp_path)
     assert_same_run(run, unbroken_toy)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(unbroken_toy, toy_trainer, tmp_path):
-    run = _copy(unbroken_toy, tmp_path)
-    back_to(run, 9)
+def test_a_loss_that_is_not_finite_stops_the_run(unbroken_toy, toy_trainer, copy):
+    back_to(copy, 9)
     options = ["--optimizer.peak-lr", 1e38, "--train.steps", 20]
-    finished = toy_trainer.run("--run-dir", run, "--resume", *options, status=1)
+    finished = toy_trainer.run("--run-dir", copy, "--resume", *options, status=1)
     assert "changed since: optimizer.peak_lr 0.01 -> 1e+38" in finished.out
     assert "error: step 10: the held-out loss is inf; training stopped." in finished.err
     assert "The checkpoint of step 9 is kept; --resume continues from it once" in finished.err
     assert "Traceback" not in finished.err
     # What would only repeat is not started; anything else is.
-    again = toy_trainer.run("--run-dir", run, "--resume", *options, status=2)
+    again = toy_trainer.run("--run-dir", copy, "--resume", *options, status=2)
     assert "was stopped at step 10 (the held-out loss is inf), and would be again" in again.err
     assert again.err.count("\n") == 1, again.err
-    assert saved(run) == [9]
-    assert not (run / LOCK_FILE).exists()
-    toy_trainer.run("--run-dir", run, "--resume")
-    assert_same_run(run, unbroken_toy)
+    assert saved(copy) == [9]
+    assert not (copy / LOCK_FILE).exists()
+    toy_trainer.run("--run-dir", copy, "--resume")
+    assert_same_run(copy, unbroken_toy)
 
 
-def test_a_run_that_lost_its_checkpoints_does_not_start_over(unbroken_toy, toy_trainer, tmp_path):
+def test_a_run_that_lost_its_checkpoints_does_not_start_over(toy_trainer, copy):
     """All of the folder, as without the record of older versions, and its contents alone."""
-    run = _copy(unbroken_toy, tmp_path)
-    before = steps(run)
-    back_to(run, 0)
-    finished = toy_trainer.run("--run-dir", run, "--resume", status=2)
-    assert f"run_dir={run} has done at least {NUM_STEPS} steps, but " in finished.err
+    before = steps(copy)
+    back_to(copy, 0)
+    finished = toy_trainer.run("--run-dir", copy, "--resume", status=2)
+    assert f"run_dir={copy} has done at least {NUM_STEPS} steps, but " in finished.err
     assert "Put its checkpoints back, or name another --run-dir" in finished.err
     assert finished.err.count("\n") == 1, finished.err
-    (run / "progress.json").unlink()
-    shutil.rmtree(run / "checkpoints")
-    assert toy_trainer.run("--run-dir", run, "--resume", status=2).err == finished.err
-    assert steps(run) == before
+    (copy / "progress.json").unlink()
+    shutil.rmtree(copy / "checkpoints")
+    assert toy_trainer.run("--run-dir", copy, "--resume", status=2).err == finished.err
+    assert steps(copy) == before
 
 
-@pytest.mark.parametrize("what", [".", "checkpoints"])
-def test_a_run_folder_that_is_removed_ends_the_run_in_an_error(toy_trainer, tmp_path, what):
+@pytest.mark.parametrize("name", [".", "checkpoints"])
+def test_a_run_folder_that_is_removed_ends_the_run_in_an_error(
+    toy_trainer, tmp_path, at_step, name
+):
     run = tmp_path / "run"
-    options = ("--config", toy_trainer.config, "--run-dir", run, "--train.steps", 2000)
-    process = toy_trainer.start(*options)
-    until = time.monotonic() + limits.hang()
-    while num_lines(run) < 4 and time.monotonic() < until:
-        time.sleep(0.01)
-    run.joinpath(what).rename(tmp_path / "aside")
-    finished = finish(process)
-    assert finished.status == 2, str(finished)
+    at_step(4, lambda: run.joinpath(name).rename(tmp_path / "aside"))
+    finished = toy_trainer.run("--run-dir", run, status=2)
     assert f"error: run_dir={run}" in finished.err
     assert "Traceback" not in finished.err
 
 
-def _assert_close(run, other):
-    for record, expected in zip(steps(run), steps(other), strict=True):
-        assert record == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--mesh.stage=1 --mesh.data=1 --mesh.context=2 --mesh.tensor=2 --pipeline.remat=full",
-        pytest.param(
-            "--mesh.stage=4 --mesh.data=1 --pipeline.schedule=gpipe", marks=pytest.mark.slow
-        ),
-        pytest.param("--mesh.stage=1 --mesh.data=4 --pipeline.zero=1", marks=pytest.mark.slow),
-        pytest.param("--mesh.stage=3 --pipeline.zero=0", marks=pytest.mark.slow),
-        pytest.param("--pipeline.microbatches=4", marks=pytest.mark.slow),
-    ],
-)
-def test_resume_onto_another_layout(unbroken, trainer, tmp_path, layout):
-    run = _copy(unbroken[0], tmp_path)
-    back_to(run, 9)
-    finished = trainer.run("--run-dir", run, "--resume", *layout.split())
-    for option in layout.split():
-        path, value = option.removeprefix("--").split("=")
-        assert f"changed since: {path} " in finished.out
-        assert f" -> {value}" in finished.out
-    for record, expected in zip(steps(run), steps(unbroken[0]), strict=True):
-        assert record == pytest.approx(expected, rel=1e-5)
+def test_resume_onto_another_layout(unbroken_toy, toy_trainer, copy):
+    back_to(copy, 9)
+    layout = {"mesh.stage": 4, "mesh.data": 1, "pipeline.schedule": "gpipe"}
+    options = [f"--{path}={value}" for path, value in layout.items()]
+    finished = toy_trainer.run("--run-dir", copy, "--resume", *options)
+    for path, value in layout.items():
+        assert re.search(rf"changed since: {path} \S+ -> {value}\n", finished.out)
+    for record, expected in zip(steps(copy), steps(unbroken_toy), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert record[name] == pytest.approx(expected[name], rel=1e-5)
 
 
 @pytest.mark.slow
@@ -268,35 +271,6 @@ def test_dropout_draws_the_same_after_a_resume(trainer, tmp_path):
     back_to(runs[1], 9)
     trainer.run("--run-dir", runs[1], "--model.dropout", 0.2, "--resume")
     assert_same_run(runs[1], runs[0])
-
-
-def test_a_checkpoint_that_cannot_be_continued(unbroken, trainer, tmp_path):
-    """Another model, and fewer steps than there are."""
-    run = _copy(unbroken[0], tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    options = "--model.width", 32, "--train.steps", 4
-    finished = trainer.run("--run-dir", run, "--resume", *options, status=2)
-    assert "model.width=32 is not the model of the checkpoint" in finished.err
-    assert "train.steps=4 is less than the 10 steps that run_dir=" in finished.err
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
-def test_bad_input_ends_with_status_2_and_writes_nothing(trainer, tmp_path):
-    run = tmp_path / "run"
-    options = ["--pipeline.microbatches", 3, "--model.vocab-size", 7, "--mesh.stage", 99]
-    finished = trainer.run("--run-dir", run, "--pipeline.schedule", "1f1", *options, status=2)
-    for part in ("microbatches=3", "vocab_size=7", "'1f1'", "num_layers=4 cannot fill"):
-        assert part in finished.err
-    assert finished.out == ""
-    assert not run.exists()
-
-
-def test_a_run_is_not_written_over(unbroken, trainer):
-    run, _ = unbroken
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    finished = trainer.run("--run-dir", run, status=2)
-    assert f"run_dir={run} already holds a run" in finished.err
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_a_dry_run_writes_nothing(toy_trainer, tmp_path):
@@ -334,57 +308,40 @@ def test_a_run_goes_on_with_updates_by_chunk(toy_trainer, tmp_path):
     finished = toy_trainer.run("--run-dir", other, "--dry-run", *by_chunk)
     words = " ".join(finished.out.split())
     assert "pipeline.update=chunk: gradients of 1 of 2 chunks are kept at once" in words
-    interleaved = "--pipeline.schedule", "interleaved", "--pipeline.microbatches", 4
-    options = *by_chunk, *interleaved
-    finished = toy_trainer.run("--run-dir", tmp_path / "third", *options, status=2)
-    assert "pipeline.schedule='interleaved' comes back to a chunk" in finished.err
 
 
-def _small_disk(folder, kilobytes):
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(folder)]
+def test_a_full_disk(unbroken_toy, toy_trainer, tmp_path):
+    """The run ends in one line, and goes on with more room from its last whole checkpoint."""
+    size = sum(path.stat().st_size for path in unbroken_toy.rglob("*")) // 1000
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={size * 3 // 4}k", "none", str(disk)]
     if shutil.which("mount") is None or subprocess.run(["mount", *options], check=False).returncode:
         pytest.skip("a small disk needs the right to mount one")
-
-
-def test_a_full_disk(unbroken, trainer, tmp_path):
-    size = sum(path.stat().st_size for path in unbroken[0].rglob("*")) // 1000
-    disk = tmp_path / "disk"
-    _small_disk(disk, size * 3 // 4)
     try:
-        finished = trainer.run("--run-dir", disk / "run", status=2)
+        command = "--config", toy_trainer.config, "--run-dir", disk / "run"
+        finished = finish(toy_trainer.start(*command))
+        assert finished.status == 2, str(finished)
         assert finished.err.startswith(f"error: run_dir={disk}/run cannot be written: No space")
         assert finished.err.count("\n") == 1, finished.err
-        run = _copy(disk / "run", tmp_path)
+        run = shutil.copytree(disk / "run", tmp_path / "run")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-    # With more room it goes on from the last whole checkpoint.
-    trainer.run("--run-dir", run, "--resume")
-    assert_same_run(run, unbroken[0])
+    toy_trainer.run("--run-dir", run, "--resume")
+    assert_same_run(run, unbroken_toy)
 
 
-def test_a_disk_too_small_from_the_start(trainer, tmp_path):
-    disk = tmp_path / "disk"
-    _small_disk(disk, 200)
-    try:
-        finished = trainer.run("--run-dir", disk / "run", status=2)
-        assert f"run_dir={disk}/run has " in finished.err
-        assert "MB free, but 2 checkpoints need" in finished.err
-        assert os.listdir(disk) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_disk_too_small_from_the_start(toy_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=9))
+    finished = toy_trainer.run("--run-dir", tmp_path / "run", status=2)
+    assert f"run_dir={tmp_path}/run has 0.0 MB free, but 2 checkpoints need" in finished.err
+    assert not (tmp_path / "run").exists()
 
 
-def test_data_cut_short_during_a_run_keeps_its_checkpoint(trainer, tmp_path):
+def test_data_cut_short_during_a_run_keeps_its_checkpoint(trainer, tmp_path, at_step):
     run, data = tmp_path / "run", shutil.copytree(trainer.folder / "data", tmp_path / "data")
-    options = ("--run-dir", run, "--data.path", data)
-    process = trainer.start("--config", trainer.config, *options, "--train.steps", 2000)
-    until = time.monotonic() + limits.hang()
-    while not (run.is_dir() and saved(run)) and time.monotonic() < until:
-        time.sleep(0.01)
-    os.truncate(data / "train.tokens", 30)
-    finished = finish(process)
-    assert finished.status == 2, str(finished)
+    at_step(5, lambda: os.truncate(data / "train.tokens", 30))
+    finished = trainer.run("--run-dir", run, "--data.path", data, status=2)
     assert f"error: data.path={data}: train.tokens can no longer be read" in finished.err
     assert finished.err.count("\n") == 1, finished.err
     assert saved(run)

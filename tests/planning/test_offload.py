@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import candidates, devices, memory, search, step
-from jaxpipe.planning.found import Goal
-from jaxpipe.planning.plans import NOTHING, OnHost, Placed, Plan
+from jaxpipe.planning import cost, devices, plans, search
+from jaxpipe.planning.plans import NOTHING, Offload, PlacedPlan, Plan
+from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 from jaxpipe.schedule import Costs
 from train.config import Config
@@ -21,19 +21,19 @@ PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", 1, 1, "stacked")
 PARAMETERS, OUTER = 10**6, 2 * 10**6
 
 
-def placed(kept_bytes: float, *on_host: str) -> Placed:
+def placed(kept_bytes: float, *on_host: str) -> PlacedPlan:
     """Two of four layers on each stage; a layer keeps so many bytes per row of a microbatch."""
     nothing, kept = Linear(0, 0), Linear(0, kept_bytes)
     matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
-    layer = LayerSizes(*(matmul, matmul, matmul, PARAMETERS, kept), *[nothing] * 6, ((1000, 1000),))
+    layer = LayerSizes(*(matmul, matmul, matmul, PARAMETERS, kept), *[nothing] * 3, ((1000, 1000),))
     sizes = Sizes((layer,), (0,) * 4, Linear(0, 1.0), OUTER, 0, matmul, nothing)
     model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {Variant(1, 1, "none"): sizes})
-    plan = dataclasses.replace(PLAN, on_host=OnHost(**dict.fromkeys(on_host, True)))
-    return Placed(plan, model, devices.cluster("h100", 4))
+    plan = dataclasses.replace(PLAN, on_host=Offload(**dict.fromkeys(on_host, True)))
+    return PlacedPlan(plan, model, devices.cluster("h100", 4))
 
 
-def parts(one: Placed):
-    return memory.device_bytes(one, step.program_of(one, published=True))
+def parts(one: PlacedPlan):
+    return cost.device_bytes(one, cost.program_of(one, published=True))
 
 
 STATE = 2 * 4 * (2 * PARAMETERS + OUTER) / 2
@@ -45,17 +45,17 @@ def test_the_state_takes_what_activations_leave_of_it(kept_bytes):
     here, there = (parts(placed(kept_bytes, *on_host)) for on_host in ((), ("state",)))
     assert here["optimizer"] == STATE
     layers = sum(here[name] for name in ("residuals", "crossing", "inboxes", "moving", "working"))
-    rest = step.total(here) - layers - STATE
-    assert step.total(there) == pytest.approx(rest + max(layers, STATE))
-    assert memory.least_bytes(placed(kept_bytes, "state")) <= step.total(there)
+    rest = sum(here.values()) - layers - STATE
+    assert sum(there.values()) == pytest.approx(rest + max(layers, STATE))
+    assert cost.least_bytes(placed(kept_bytes, "state")) <= sum(there.values())
 
 
 def test_it_goes_over_the_bus_twice():
     seconds = [
-        step.step_seconds(one, step.program_of(one, published=True))
+        cost.step_seconds(one, cost.program_of(one, published=True))
         for one in (placed(1e5, "state"), placed(1e5))
     ]
-    more = {name: seconds[0][name] - seconds[1][name] for name in step.PARTS}
+    more = {name: seconds[0][name] - seconds[1][name] for name in seconds[0]}
     assert more.pop("update") == pytest.approx(2 * STATE / (0.8 * 64e9))
     assert not any(more.values())
 
@@ -68,10 +68,10 @@ def model_of(kept_bytes: float) -> ModelSizes:
 def limited() -> tuple[ModelSizes, devices.Cluster]:
     """A cluster whose devices hold a little less than the leanest plan with its state on them."""
     model, cluster, goal = model_of(1e7), devices.cluster("h100", 2), Goal(None, (16,))
-    every = candidates.plans(
-        model, cluster, goal.batches, Counter(), on_host=candidates.on_host(model, cluster)
+    every = plans.plans(
+        model, cluster, goal.batches, Counter(), on_host=plans.on_host(model, cluster)
     )
-    found = [search.evaluated(Placed(one, model, cluster), goal, Counter()) for one in every]
+    found = [search.evaluated(PlacedPlan(one, model, cluster), goal, Counter()) for one in every]
     leanest = min(
         one.device_bytes for one in found if one is not None and not any(one.plan.on_host)
     )
@@ -89,7 +89,7 @@ def test_plans_whose_room_would_not_do_put_the_state_on_the_host(limited):
 
 
 def test_devices_that_share_the_memory_of_the_host_offload_nothing():
-    assert [*candidates.on_host(model_of(1e5), devices.cluster("cpu", 4))] == [NOTHING]
+    assert [*plans.on_host(model_of(1e5), devices.cluster("cpu", 4))] == [NOTHING]
 
 
 @pytest.mark.parametrize("kept_bytes", [10.0, 1e5, 1e9])
@@ -100,15 +100,15 @@ def test_residuals_leave_the_device_and_take_the_bus(kept_bytes):
     assert kept > 0
     assert bytes_there.pop("residuals") == 0
     assert bytes_here == bytes_there
-    assert memory.least_bytes(there) <= step.total(bytes_there)
-    one, other = step.layer_costs(here), step.layer_costs(there)
+    assert cost.least_bytes(there) <= sum(bytes_there.values())
+    one, other = cost.layer_costs(here), cost.layer_costs(there)
     sent = kept_bytes * PLAN.rows / (0.8 * 64e9)
     assert other.f == pytest.approx(one.f + sent)
     assert other.b == pytest.approx(one.b + sent)
     assert other.w == one.w  # nothing is kept for W
-    program = step.program_of(there, published=True)
-    more = step.step_seconds(there, program)["transfers"]
-    more -= step.step_seconds(here, program)["transfers"]
+    program = cost.program_of(there, published=True)
+    more = cost.step_seconds(there, program)["transfers"]
+    more -= cost.step_seconds(here, program)["transfers"]
     assert more == pytest.approx(kept / (0.8 * 64e9))
 
 
@@ -119,7 +119,7 @@ def test_the_trainer_writes_what_a_plan_says_and_offers_what_it_can(max_skipped)
     planned = Planned(Config(**given), "small")
     model = planned._sizes([Variant(1, 1, "none")], lambda share: None)
     assert model.may_offload == (max_skipped == 0)
-    for on_host in candidates.on_host(model, devices.cluster("h100", 4)):
+    for on_host in plans.on_host(model, devices.cluster("h100", 4)):
         text = planned.write(dataclasses.replace(PLAN, on_host=on_host), Costs(1, 1, 1), None)
         written = yaml.safe_load(text)
         assert on_host.state <= model.may_offload

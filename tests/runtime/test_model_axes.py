@@ -61,6 +61,14 @@ def ring_backwards(x):
 ring_backwards.defvjp(lambda x: (x, None), lambda _, dx: (ring(dx),))
 
 
+@jax.custom_vjp
+def only_evaluated(x):
+    return jax.lax.psum(x, "stage")
+
+
+only_evaluated.defvjp(lambda x: (2 * x, None), lambda _, dy: (2 * dy,))
+
+
 def nested(x):
     def either(x, _):
         return jax.lax.cond(x.sum() > 0, ring, jnp.negative, x), None
@@ -87,6 +95,7 @@ def traced(**changes):
         (ring, r"ppermute along 'tensor' \(.*test_model_axes\.py:\d+.*\(ring\)\)"),
         (ring_backwards, "ppermute along 'tensor'"),
         (nested, r"ppermute along 'tensor' \(.*, within <lambda> / scan / cond\)"),
+        (only_evaluated, r"psum along 'stage' \(.*only_evaluated"),
     ],
 )
 def test_layers_may_not_wait_for_other_stages(function, message):

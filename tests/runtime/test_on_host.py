@@ -14,7 +14,7 @@ from covering import some
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.runtime import host
-from jaxpipe.runtime.layout.placing import PARTS
+from jaxpipe.runtime.layout.placing import HOST_PARTS
 from jaxpipe.runtime.measure import traced
 
 
@@ -141,7 +141,7 @@ def test_a_tree_goes_to_the_host_in_parts():
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(there)]
         parts = [sum(leaf.nbytes for leaf in part(tree)) for part in placing.parts]
         assert sum(parts) == sum(sizes)
-        assert max(parts) <= sum(sizes) / PARTS + max(sizes)
+        assert max(parts) <= sum(sizes) / HOST_PARTS + max(sizes)
 
 
 def equations(jaxpr):

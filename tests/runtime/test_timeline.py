@@ -15,7 +15,6 @@ from covering import some
 import jaxpipe
 from benchmarks.bubble import WIDTH, sleeping_model
 from jaxpipe import measure
-from jaxpipe.runtime import programs
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.schedule import (
     Costs,
@@ -79,7 +78,7 @@ def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
     pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, zero=2)
     placed, batch = pipe.place(params), toy.batch(8)
     stamps = Stamps()
-    step = programs.make(pipe, "train", stamps=stamps)(placed, batch, None, None)
+    step = pipe.make_program("train", stamps=stamps)(placed, batch, None, None)
     loss, grads = pipe.value_and_grad(placed, batch)
     jax.effects_barrier()
     np.testing.assert_allclose(step.value, loss, rtol=1e-6)

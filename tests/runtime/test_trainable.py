@@ -15,7 +15,7 @@ import toys
 from compilations import refusal
 
 import jaxpipe
-from jaxpipe.runtime.filters import partition
+from jaxpipe.runtime.filters import split_trainable
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.runtime.trees import combine
 
@@ -66,12 +66,12 @@ def test_an_optimizer_sees_only_what_is_trained(layers, zero):
     pipe, params = pipeline("1f1b", layers, zero), adapted.params(differ=False)
     mask = functools.partial(jax.tree.map, lambda w: w.ndim > 1)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, mask=mask))
-    trained, frozen = partition(params, adapted.TRAINABLE)
+    trained, frozen = split_trainable(params, adapted.TRAINABLE)
     gradients = jax.tree.map(lambda w: w**2 - 0.1, trained)
     new = toys.updated(pipe, optimizer, params, combine(gradients, frozen))
     expected = toys.expected_update(optimizer, trained, gradients)
-    assert_close(partition(new, adapted.TRAINABLE)[0], expected)
-    chex.assert_trees_all_equal(partition(new, adapted.TRAINABLE)[1], frozen)
+    assert_close(split_trainable(new, adapted.TRAINABLE)[0], expected)
+    chex.assert_trees_all_equal(split_trainable(new, adapted.TRAINABLE)[1], frozen)
     held = sum(leaf.size for leaf in jax.tree.leaves(pipe.optimizer_placing(optimizer).canonical))
     assert held == 2 * sum(leaf.size for leaf in jax.tree.leaves(trained)) + 1
 
@@ -82,7 +82,7 @@ def test_what_is_not_trained_has_no_gradient_buffer(layers, zero):
     kept = buffers(pipe, adapted.batch(16))
     sums = [kept[name] for name in ("gradients", "reduced") if name in kept]
     assert not any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(sums))
-    trained, _ = partition(pipe.canonical_params, adapted.TRAINABLE)
+    trained, _ = split_trainable(pipe.canonical_params, adapted.TRAINABLE)
     largest = max(leaf.size for leaf in jax.tree.leaves(trained["layers"]))
     assert all(leaf.size <= 6 * largest for leaf in jax.tree.leaves(sums))
     _, grads = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, adapted.batch(16))
@@ -116,7 +116,7 @@ def test_gradients_by_jax_are_of_what_is_trained_and_update_it():
         pipe.update(optimizer, tree, pipe.init(optimizer, placed), placed)[0]
         for tree in (grads, grads | {"frozen": jax.tree.map(jnp.zeros_like, placed["frozen"])})
     ]
-    trained, frozen = partition(params, adapted.TRAINABLE)
+    trained, frozen = split_trainable(params, adapted.TRAINABLE)
     expected = value_and_grad(params, batch)[1]
     moved = jax.tree.map(lambda w, g: w - 0.1 * g, trained, expected)
     for new in map(pipe.unplace, found):

@@ -68,7 +68,7 @@ def executed(pipe, opcode):
     program = HloProgram(compiled(pipe, toy.batch(32)).as_text())
     found = 0
     bodies = program.tick_bodies()
-    for parts in pipe.table.parts(gathers=pipe.zero == 3, reduces=True):
+    for parts in pipe.table.parts(gathers=pipe.options.zero == 3, reduces=True):
         found += sum(row.opcode == opcode for row in program.computations[bodies[parts.name]])
     loops = [row for row in program.computations[program.entry] if row.opcode == "while"]
     for loop in loops:

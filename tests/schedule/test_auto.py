@@ -44,7 +44,10 @@ def short_search() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("p", "memory_limit", "bar"), [(4, 4, 0.037), (4, 3, 0.072)])
+@pytest.mark.parametrize(
+    ("p", "memory_limit", "bar"),
+    [(4, 4, 0.037), pytest.param(4, 3, 0.072, marks=pytest.mark.slow)],
+)
 def test_bubble_on_devices(p, memory_limit, bar):
     found = auto(p, 4 * p, costs=COSTS, memory_limit=memory_limit)
     validate(found)
@@ -52,7 +55,7 @@ def test_bubble_on_devices(p, memory_limit, bar):
     assert max(peak_in_flight(found)) <= memory_limit * found.num_chunks
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     p=st.integers(1, 3),
     m=st.integers(1, 4),
@@ -76,15 +79,7 @@ def test_any_placement_and_limit_gives_a_schedule_that_runs(p, m, chunks, shape,
     lower(found, [2] * placement.num_virtual_stages)
 
 
-def test_schedules_ordered_for_the_costs_of_users_are_not_ahead():
-    layers, costs = [Costs(2.5, 3, 2, 0.25)] * 20, Costs(5, 6, 4, 0.25)
-    theirs = catalog.build("hanayo", stages=5, microbatches=23, costs=costs, memory_limit=9)
-    with short_search():
-        found = auto(5, 23, layer_costs=layers, memory_limit=9)
-    assert on_devices(found, layers).makespan <= device_clock(theirs, costs).makespan
-
-
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     p=st.integers(1, 3),
     m=st.integers(1, 4),
@@ -106,12 +101,6 @@ def test_nothing_ends_before_the_bound(p, m, layers, message, limit):
 def test_costs_so_far_apart_that_short_actions_are_lost_in_sums(kind):
     with short_search():
         validate(auto(4, 8, costs=Costs(**({"f": 1, "b": 1, "w": 1} | {kind: 2.0**63}))))
-
-
-def test_the_same_arguments_give_the_same_schedule():
-    arguments = {"costs": COSTS, "memory_limit": 1.5}
-    with short_search():
-        assert auto(2, 4, **arguments) == auto(2, 4, **arguments)
 
 
 def test_what_does_not_fit_is_refused():
@@ -146,7 +135,7 @@ def test_the_placement_depends_on_the_time_of_messages(message, interleaves):
 
 @pytest.mark.parametrize(
     ("p", "m", "layers", "message", "limit"),
-    [(2, 5, 4, 0.1, 1.5), (3, 4, 6, 0, 3), (2, 6, 4, 0.5, 4), (4, 5, 8, 0.1, 2.5), (3, 7, 3, 0, 3)],
+    [(2, 5, 4, 0.1, 1.5), (3, 4, 6, 0, 3)],
 )
 def test_no_named_schedule_of_the_same_model_in_the_same_memory_ends_before(
     p, m, layers, message, limit

@@ -9,7 +9,7 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import Plan
+from jaxpipe.schedule.generators.block_orders import BlockPlan
 from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
 from jaxpipe.schedule.generators.v_schedules import (
     one_f_one_b_v_block,
@@ -77,15 +77,15 @@ def test_a_stage_keeps_no_more_than_the_lifespans_of_its_chunks_allow(name):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b-fused", "zb-h1", "zb-h2"])
-@pytest.mark.parametrize("p", [2, 3, 5])
-def test_schedules_of_one_chunk_are_their_blocks_repeated(name, p):
+def test_schedules_of_one_chunk_are_their_blocks_repeated(name):
     """To the action: the block says all about the order."""
-    m = M if name == "gpipe" else 3 * p
-    named = catalog.build(name, stages=p, microbatches=m)
-    assert repeated(BLOCKS[name][0](p), m).orders == named.orders
+    for p in (2, 3, 5):
+        m = M if name == "gpipe" else 3 * p
+        named = catalog.build(name, stages=p, microbatches=m)
+        assert repeated(BLOCKS[name][0](p), m).orders == named.orders
 
 
-PLACEMENTS = [wave(p, num_waves=n) for p in (1, 2, 3, 5, 8) for n in (1, 2, 3)]
+PLACEMENTS = [wave(p, num_waves=n) for p in (1, 3, 8) for n in (1, 2, 3)]
 PLACEMENTS += [linear(5), looped(4, num_chunks=3)]
 
 
@@ -98,7 +98,7 @@ def test_blocks_of_any_number_of_chunks_repeat_into_valid_schedules(placement, f
     validate(schedule)
     assert peak_in_flight(schedule) == block.peaks
     if not fused:
-        squeezed = Plan(block, block.peaks).schedule("squeezed", 9)
+        squeezed = BlockPlan(block, block.peaks).schedule("squeezed", 9)
         assert squeezed is not None
         validate(squeezed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import importlib
-import inspect
 import pkgutil
 from importlib.metadata import EntryPoint
 
@@ -79,16 +78,6 @@ def test_a_schedule_of_ones_own_reads_what_its_parameters_say():
 
 
 @pytest.mark.usefixtures("registry")
-def test_a_schedule_may_need_an_option():
-    @catalog.register("needy")
-    def needy(num_stages, num_microbatches, *, memory_limit):
-        return gpipe(num_stages, num_microbatches)
-
-    with pytest.raises(ValueError, match=r"^memory_limit is missing: schedule 'needy'"):
-        catalog.build("needy", stages=2, microbatches=4)
-
-
-@pytest.mark.usefixtures("registry")
 def test_an_invalid_schedule_of_ones_own_is_refused_with_the_grid():
     @catalog.register("broken")
     def broken(num_stages, num_microbatches):
@@ -155,32 +144,9 @@ def test_installed_schedules_come_by_entry_point(monkeypatch):
     )
 
 
-EXPLAINED = {
-    *("actions", "formats.csv_format", "formats.user"),
-    *(
-        "generators.block_orders",
-        "generators.blocks",
-        "generators.v_schedules",
-        "lowering.lower",
-        "lowering.transfers",
-    ),
-    *("search.auto", "search.controllable_memory", "show.comparison"),
-    *("show.report", "show.trace", "simulate"),
-}
-MODULES = [
-    "jaxpipe.schedule",
-    *(info.name for info in pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")),
-]
-EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]
-
-
 @pytest.mark.usefixtures("registry")  # an example registers a schedule
-@pytest.mark.parametrize("module", EXAMPLES)
-def test_examples_in_docstrings_run(module):
-    result = doctest.testmod(importlib.import_module(module))
-    assert result.attempted > 0
-    assert result.failed == 0
-
-
-def test_what_is_best_explained_by_an_example_has_one():
-    assert {f"jaxpipe.schedule.{name}" for name in EXPLAINED} <= set(EXAMPLES)
+def test_examples_in_docstrings_run():
+    found = pkgutil.walk_packages(jaxpipe.schedule.__path__, "jaxpipe.schedule.")
+    results = [doctest.testmod(importlib.import_module(module.name)) for module in found]
+    assert sum(result.attempted for result in results) > 60
+    assert sum(result.failed for result in results) == 0

@@ -71,17 +71,8 @@ def test_show_says_which_clock_it_draws(capsys):
     )
 
 
-@pytest.mark.parametrize("kind", ["svg", "trace", "csv", "json", "html", "text"])
-def test_show_writes_a_file(tmp_path, capsys, kind):
-    out = tmp_path / f"picture.{kind}"
-    assert main(["show", "gpipe", *SHAPE, "--format", kind, "--out", str(out)]) == 0
-    assert out.stat().st_size > 0
-    assert capsys.readouterr() == ("", f"{out} is written\n")
-
-
-@pytest.mark.parametrize(
-    ("file", "arguments", "start"),
-    [
+def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
+    for file, arguments, start in (
         ("a.svg", [], "<?xml"),
         ("a.SVG", [], "<?xml"),
         ("a.csv", [], "0F0,"),
@@ -91,19 +82,11 @@ def test_show_writes_a_file(tmp_path, capsys, kind):
         ("a.txt", [], "gpipe, p=4 "),
         ("a", [], "gpipe, p=4 "),
         ("a.txt", ["--format", "csv"], "0F0,"),
-    ],
-)
-def test_the_ending_of_the_file_says_the_format(tmp_path, file, arguments, start):
-    out = tmp_path / file
-    assert main(["show", "gpipe", *SHAPE, *arguments, "--out", str(out)]) == 0
-    assert out.read_text().startswith(start)
-
-
-def test_chimera_is_drawn_with_the_batchs_microbatches_and_peak(capsys):
-    assert main(["show", "chimera", "--stages", "4", "--microbatches", "4"]) == 0
-    out = capsys.readouterr().out
-    assert "chimera, p=4 v=1 m=4, " in out
-    assert "peak in flight, per stage: 3, 4, 4, 3" in out
+    ):
+        out = tmp_path / file
+        assert main(["show", "gpipe", *SHAPE, *arguments, "--out", str(out)]) == 0
+        assert out.read_text().startswith(start)
+        assert capsys.readouterr() == ("", f"{out} is written\n")
 
 
 def test_schedules_lists_every_row(capsys):
@@ -140,15 +123,7 @@ def test_compare_is_of_equal_models(capsys):
     assert list(work.values()) == pytest.approx([2 * 4 * (2 + 3 + 1)] * len(work), rel=1e-3)
 
 
-def test_auto_chooses_the_chunks_of_a_model_that_is_given_layer_by_layer(capsys):
-    for message, chunks in (("0", 2), ("5", 1)):
-        costs = f"1,1.2,0.8,{message}"
-        shape = "--stages", "2", "--microbatches", "2", "--layers", "4", "--layer-costs", costs
-        assert main(["show", "auto", *shape]) == 0
-        assert f"auto, p=2 v={chunks} m=2, " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("width", [40, 80])
 def test_tables_fit_the_terminal_and_cut_nothing_short(monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["schedules"]) == 0
@@ -253,12 +228,8 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
         "def odd(p, m): return p * m\n"
         "def priced(p, m, *, costs): return gpipe(p, m, fused=costs.f == 7)\n"
         "def any_options(p, m, **options): return gpipe(p, m, fused=options == {'num_chunks': 1})\n"
-        "def one(p): return gpipe(p, 1)\n"
         "def needy(p, m, *, memory_limit): return gpipe(p, m)\n"
-        "def three(p, m): return gpipe(3, m)\n"
         "def strings(p, m): return dataclasses.replace(gpipe(p, m), orders=(('0F0',),) * p)\n"
-        "def floats(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=2.0)\n"
-        "def none(p, m): return dataclasses.replace(gpipe(p, m), orders=None)\n"
         "def raises(p, m):\n"
         "    raise KeyError('no luck')\n"
         "def refused(p, m): return catalog.build('chimera', stages=p, microbatches=m + 1)\n"
@@ -279,22 +250,16 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
         ("their_schedules:odd", "returned int, and must return a Schedule"),
         ("their_schedules:number", "not a function but int"),
         ("their_schedules:nothing", "has no attribute 'nothing'"),
-        ("their_schedules:one", "cannot be called as function(num_stages, num_microbatches): too"),
         ("their_schedules:needy", "missing a required"),
-        ("their_schedules:three", "a schedule of 3 stages and 8 microbatches, and was asked for 4"),
         ("their_schedules:strings", "'0F0' on stage 0 is str, and must be an Action"),
-        ("their_schedules:floats", "num_microbatches=2.0 is float, and must be int"),
-        ("their_schedules:none", "orders is NoneType, and must be a tuple"),
-        ("their_schedules:raises", "their_schedules.py:15: 'no luck'"),
+        ("their_schedules:raises", "their_schedules.py:11: 'no luck'"),
         ("their_schedules:refused", "raised ArgumentError at"),
-        ("their_schedules:refused", "their_schedules.py:16: "),
+        ("their_schedules:refused", "their_schedules.py:12: "),
         ("no_syntax:f", "no_syntax.py:2: invalid syntax"),
         ("no_import:f", f"raised ModuleNotFoundError at {tmp_path / 'no_import.py'}:1: No module"),
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("their_schedules.deeper:f", "No module named 'their_schedules.deeper'"),
         ("builtins:max", "does not say what parameters it has"),
         (":", "is no function Python can import"),
-        (".a:f", "'.a' is not the full name of a module"),
     ):
         assert main(["show", name, *SHAPE]) == 2
         assert expected in capsys.readouterr().err
@@ -350,28 +315,13 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         ),
         (
             ["show", "1f1b", "--stages", "5000000", "--microbatches", "1"],
-            "--stages 5000000: 5000000 virtual stages, beyond 4096: such a schedule does not fit "
-            "in memory.\nNearest valid: --stages 4096.",
-        ),
-        (
-            ["show", "interleaved", *SHAPE, "--chunks", "5000000"],
-            "--stages 4 and --chunks 5000000: 20000000 virtual stages, beyond 4096",
-        ),
-        (
-            ["show", "pipemare", "--stages", "1500", "--microbatches", "1", "--format", "json"],
-            "--microbatches 1 in 6001 minibatches: 9001500 forward passes",
+            "Nearest valid: --stages 4096.",
         ),
         (["show", "1f1b"], "needs --stages and --microbatches"),
-        (["show", "1f1d", *SHAPE], "Nearest valid: '1f1b'"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "--chunks 2 does not fit"),
         (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three or four numbers"),
         (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
-        (["compare", *SHAPE, "--stage-costs", "1,1"], "--stage-costs 1,1 must be three or four"),
         (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
-        (
-            ["compare", *SHAPE, "--layer-costs", "1,1,1", "--stage-costs", "1,2,1"],
-            "--layer-costs 1,1,1 and --stage-costs 1,2,1 say the same",
-        ),
         (["compare", *SHAPE, "--weight-bytes", "1"], "--activation-bytes must be a number from 0"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (
@@ -380,28 +330,14 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         ),
         (["show", "zb-v", *SHAPE, "--layers", "8"], "--layers 8 needs --layer-costs"),
         (
-            ["show", "zb-v", *SHAPE, "--layers", "6", "--layer-costs", "1,1,1"],
-            "--layers does not fit schedule 'zb-v': 6 layers cannot fill 8 chunks: each needs a "
-            "layer. Nearest valid: 8 layers.",
-        ),
-        (
             ["show", "zb-v", *SHAPE, "--layers", "8", "--layer-costs", "1,1,1", "--costs", "1,2,1"],
             "--costs 1,2,1 is of a chunk: --layers and --layer-costs say it of the model",
         ),
-        (
-            ["show", "interleaved-fused", *SHAPE, "--memory-limit", "3"],
-            "--memory-limit 3.0 does not fit schedule 'interleaved-fused'",
-        ),
-        (["show", "vmin-fused", *SHAPE], "Nearest valid: 'v-min'. All: "),
         (["show", "gpipe", *SHAPE, "--out", "a.pdf"], "--out a.pdf ends in .pdf, which is no"),
         (["show", "gpipe", *SHAPE, "--costs", "0,1,1"], "--costs 0,1,1 is out of range: costs.f=0"),
         (["show", "qqq", *SHAPE], "'qqq' is not a known schedule. All: gpipe, "),
         (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .html"),
-        (["compare", *SHAPE, "--out", "/no/such/folder/a.svg"], "/no/such/folder/a.svg"),
         (["show", "gpipe", *SHAPE, "--format", "text", "--out", "a.svg"], "--out a.txt"),
-        (["show", "gpipe", *SHAPE, "--format", "json", "--out", "a.csv"], "--out a.json"),
-        (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.txt"], "--out a.svg"),
-        (["show", "gpipe", *SHAPE, "--format", "svg", "--out", "a.png"], "--out a.svg"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
         (["validate", "no.csv"], "no.csv cannot be used: No such file or directory."),
         (
@@ -415,11 +351,6 @@ def test_mistakes_go_to_stderr_with_status_2(capsys, arguments, expected):
     printed = capsys.readouterr()
     assert expected in printed.err
     assert printed.out == ""
-
-
-def test_compare_says_what_is_out_of_range_once(capsys):
-    assert main(["compare", "--stages", "0", "--microbatches", "8"]) == 2
-    assert capsys.readouterr().err == "--stages 0 must be at least 1.\nNearest valid: 1.\n"
 
 
 @pytest.mark.parametrize("arguments", [["show", "gpipe", "--stages", "many"], ["draw"], []])

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.generators.blocks import split_block
 from jaxpipe.schedule.generators.v_schedules import (
     one_f_one_b_v,
     v_half,
@@ -51,28 +50,14 @@ def peak(schedule):
         (8, {v_min: (27, 8), v_half: (17, 10), v_zb: (0, 16), zb_v: (0, 16)}),
     ],
 )
-@pytest.mark.parametrize("extra", [0, 1, 13])
-def test_bubble_and_peak_of_the_papers_table(p, table, extra):
+def test_bubble_and_peak_of_the_papers_table(p, table):
     for generate, (bubble, k) in table.items():
-        schedule = generate(p, 2 * p + extra)
-        assert (excess(schedule)[0], peak(schedule)) == (bubble, k)
+        for extra in (0, 1, 13):
+            schedule = generate(p, 2 * p + extra)
+            assert (excess(schedule)[0], peak(schedule)) == (bubble, k)
 
 
-def test_makespan_and_peak_of_the_closed_forms():
-    for p in (*range(2, 10), 12, 16):
-        schedules = [make(p, 2 * p + p // 4) for make in (v_min, v_half, v_zb, one_f_one_b_v)]
-        least, half, zero, fused = map(excess, schedules)
-        # At p=2 V-Min is V-Half, whose formula is negative there.
-        if p > 2:
-            assert least[1] == (4 * p - 7 if p % 3 == 0 else 4 * p - 5)
-        assert half[1] == max(3 * p - 7 if p % 2 == 0 else 3 * p - 4, 1)
-        assert zero == (0, p - 1)
-        assert fused[1] <= 5 * (p - 1)
-        peaks = [2 * n for n in ((p + 4) // 3, (p + 2) // 2, p, 2 * p // 3 + 1)]
-        assert [*map(peak, schedules)] == peaks
-
-
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(generate=st.sampled_from(NAMED), p=st.integers(1, 9), m=st.integers(1, 24))
 def test_every_action_once_in_order_and_within_the_promise(generate, p, m):
     schedule = generate(p, m)
@@ -91,32 +76,13 @@ def test_weight_gradients_are_computed_first_in_first_out(generate):
         assert of[Kind.B] == of[Kind.W]
 
 
-def test_the_bubble_of_v_min_can_grow_with_every_microbatch_and_that_of_v_half_stays():
-    costs = Costs(3, 4, 2)
-    grown = excess(v_min(4, 40), costs)[1] - excess(v_min(4, 20), costs)[1]
-    assert grown > 0
-    assert excess(v_half(4, 40), costs) == excess(v_half(4, 20), costs)
-
-
-@given(
-    strides=st.lists(st.integers(2, 8), max_size=6),
-    gaps=st.tuples(*[st.integers(1, 9)] * 3),
-)
-def test_repeated_blocks_never_collide_and_keep_the_order_of_a_microbatch(strides, gaps):
-    block = split_block(strides, gaps)
-    if block is None:
-        return
-    assert not list(block.faults())
-
-
-# At p=5 no block keeps as few as 5 chunks.
 FRONTIER = {(p, k): 6 * p - 1 - 3 * k for p in range(4, 13) for k in range(max(p, 6), 2 * p - 1)}
 FRONTIER |= {(p, 2 * p - 1): 3 for p in range(4, 13)} | {(p, 2 * p): 0 for p in range(4, 13)}
 FRONTIER[4, 4], FRONTIER[4, 5] = 11, 8
 
 
 @pytest.mark.parametrize(
-    "stages", [(4, 6), pytest.param(range(4, 13), marks=pytest.mark.slow)], ids=["sample", "all"]
+    "stages", [(4,), pytest.param(range(4, 13), marks=pytest.mark.slow)], ids=["sample", "all"]
 )
 def test_search_reaches_the_frontier(stages):
     for p, k in sorted(FRONTIER):
@@ -132,7 +98,7 @@ def test_search_beats_v_min_at_its_memory():
     assert excess(search(8, 32, 8)) < excess(v_min(8, 32))
 
 
-@pytest.mark.parametrize("costs", [UNIT, Costs(1, 1.2, 0.8), Costs(1, 2, 1), Costs(1, 1, 1, 0.5)])
+@pytest.mark.parametrize("costs", [Costs(1, 1.2, 0.8), Costs(1, 1, 1, 0.5)])
 @pytest.mark.parametrize("generate", SPLIT)
 def test_search_is_never_worse_than_the_named_schedules(generate, costs):
     named = generate(4, 14)
@@ -147,7 +113,7 @@ def test_search_uses_the_costs():
     assert excess(search(4, 24, 6), costs)[1] > 13
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(p=st.integers(1, 5), m=st.integers(1, 9), halves=st.integers(0, 8))
 def test_search_with_few_microbatches_and_any_limit_that_fits(p, m, halves):
     k = min(peak(v_min(p, 2 * p)), 2 * m) + halves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
@@ -81,51 +81,6 @@ def test_a_file_gives_its_name_and_may_start_with_a_byte_order_mark(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_bytes("0F0,0B0\r\n".encode("utf-8-sig"))
     assert read_csv(file).name == "mine"
-
-
-@given(valid_schedules(), st.data())
-def test_a_mutated_schedule_is_refused_with_the_grid(schedule, data):
-    d = data.draw(st.integers(0, schedule.num_stages - 1))
-    order = list(schedule.orders[d])
-    k = data.draw(st.integers(0, len(order) - 1))
-    mutation = data.draw(st.sampled_from(["drop", "duplicate", "backward first", "out of range"]))
-    action = order[k]
-    if mutation == "drop":
-        # A microbatch that nobody runs is not missing: the file says how many there are.
-        left = {a.microbatch for row in schedule.orders for a in row if a is not action}
-        assume(schedule.num_microbatches - 1 in left)
-        del order[k]
-    elif mutation == "duplicate":
-        order.insert(data.draw(st.integers(0, len(order))), action)
-    elif mutation == "backward first":
-        backward = next(
-            a
-            for a in order
-            if a.kind in (Kind.B, Kind.BW)
-            and (a.virtual_stage, a.microbatch) == (action.virtual_stage, action.microbatch)
-        )
-        order.remove(backward)
-        forward = Action(action.virtual_stage, Kind.F, action.microbatch)
-        order.insert(order.index(forward), backward)
-    else:
-        order[k] = dataclasses.replace(action, microbatch=10**6)
-    with pytest.raises(ScheduleError) as caught:
-        parse_csv(_cells(schedule, d, order))
-    text = str(caught.value)
-    assert "tick " in text
-    assert ">" in text
-    if mutation == "out of range":
-        assert f">{_cell(order[k])}<" in text
-
-
-def _cells(schedule: Schedule, changed: int, order: list[Action]) -> str:
-    rows = [order if d == changed else row for d, row in enumerate(schedule.orders)]
-    return "\n".join(",".join(map(_cell, row)) for row in rows)
-
-
-def _cell(action: Action) -> str:
-    letter = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}[action.kind]
-    return f"{action.virtual_stage}{letter}{action.microbatch}"
 
 
 @pytest.mark.parametrize(

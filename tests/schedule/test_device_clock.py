@@ -10,7 +10,7 @@ from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.simulate import Costs, in_flight, simulate
 
 COSTS = Costs(1, 1.2, 0.8)
-NAMES = ("1f1b", "zb-v", "breadth-first", "interleaved", "hanayo", "v-half", "gpipe")
+NAMES = ("1f1b", "zb-v", "breadth-first", "interleaved")
 
 
 @pytest.mark.parametrize(("p", "most"), [(4, 0.005), (8, 0.01)])
@@ -51,6 +51,7 @@ def test_chunks_may_cost_differently():
     timeline = device_clock(schedule, [Costs(1, 2, 3), Costs(10, 20, 30)])
     lengths = {str(t.action): t.end - t.start for row in timeline.rows for t in row}
     assert lengths == {"0F0": 1, "0B0": 2, "0W0": 3, "1F0": 10, "1B0": 20, "1W0": 30}
+    assert timeline.bubble_ratio == pytest.approx(1 - (6 + 60) / (2 * timeline.makespan))
 
 
 def test_what_can_only_be_simulated_is_refused():

@@ -126,9 +126,13 @@ def _no_sums_of_floats(monkeypatch):
 
 
 CASES = dict(cases())
+LONG = "p=8 m=20", "auto p=2 m=5 memory_limit=None"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * any(map(n.__contains__, LONG))) for n in CASES],
+)
 @pytest.mark.usefixtures("_no_cache", "_no_sums_of_floats")
 def test_schedules_are_the_same_everywhere(name):
     assert digest(CASES[name]()) == json.loads(DIGESTS.read_text()).get(name)

@@ -54,8 +54,7 @@ def least_recently_used(chunks: Sequence[int], *, slots: int) -> int:
     return gathers
 
 
-@pytest.mark.parametrize("v", [3, 4, 6])
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize(("v", "k"), [(3, 2), (4, 2), (4, 4)])
 def test_two_slots_gather_less_than_the_published_table(v, k):
     p = 4
     shape = {"stages": p, "microbatches": k * p, "chunks": v}
@@ -77,9 +76,3 @@ def test_two_slots_gather_less_than_the_published_table(v, k):
         assert recent == [k * (2 * v - 4) + 4] * p
     if v == 4:  # where it is the published v (k + 1)
         assert recent == [v * (k + 1)] * p
-
-
-def test_gathers_into_one_slot_depth_first_against_breadth_first():
-    shape = {"stages": 4, "microbatches": 16, "chunks": 4, "slots": 1}
-    assert gathers_and_reduces("interleaved-fused", **shape)[0][0] == 75
-    assert gathers_and_reduces("breadth-first-fused", **shape)[0][0] == 7

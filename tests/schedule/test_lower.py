@@ -13,7 +13,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
-from jaxpipe.schedule.lowering.table import NONE, Parts, TickTable
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, TickTable
 from jaxpipe.schedule.placement import linear
 
 
@@ -53,19 +53,6 @@ def cycles(edges: tuple[tuple[int, int], ...]) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in catalog.executable()])
-def test_no_message_s_permutation_has_two_cycles(name):
-    """XLA for GPUs compiles a permutation of several cycles to wrong code."""
-    for stages in (2, 4, 8):
-        schedule = catalog.build(name, stages=stages, microbatches=2 * stages)
-        layers = schedule.placement.num_virtual_stages
-        for channel in lower(schedule, [1] * layers).channels:
-            senders, receivers = zip(*channel.edges, strict=True)
-            assert len(set(senders)) == len(senders)
-            assert len(set(receivers)) == len(receivers)
-            assert cycles(channel.edges) <= 1
-
-
 @pytest.mark.parametrize("name", ["gpipe", "breadth-first", "modular-fused", "1f1b", "zb-v"])
 def test_a_tick_has_the_parts_that_its_actions_and_messages_need(name):
     schedule = catalog.build(name, stages=4, microbatches=16)
@@ -89,17 +76,15 @@ def test_whole_phases_are_two_runs_of_ticks_in_one_direction(name):
     schedule = catalog.build(name, stages=4, microbatches=8)
     table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
     found, rounds = table.runs(gathers=True, reduces=True)
-    assert found == (Parts(backward=False), Parts(forward=False))
+    assert found == (BodyParts(backward=False), BodyParts(forward=False))
     forwards = 8 * schedule.num_chunks + 4 - 1  # the last stage starts p - 1 ticks after the first
     assert rounds.tolist() == [[forwards, table.num_ticks - forwards]]
 
 
-@pytest.mark.parametrize(("overlaps", "together"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("name", [entry.name for entry in catalog.executable()])
-def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(
-    name, overlaps, together
-):
-    for stages, microbatches in ((1, 2), (2, 4), (4, 8), (4, 16)):
+def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(name):
+    shapes = itertools.product(((1, 2), (2, 4), (4, 8), (8, 16)), ((True, False), (False, True)))
+    for (stages, microbatches), (overlaps, together) in shapes:
         schedule = catalog.build(name, stages=stages, microbatches=microbatches)
         counts = [1] * schedule.placement.num_virtual_stages
         table = lower(schedule, counts, overlaps=overlaps, together=together)
@@ -110,6 +95,12 @@ def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(
                 received = np.flatnonzero(channel.slot[tick] != NONE)
                 assert {receiver for _, receiver in pairs} == set(() if channel.local else received)
                 assert set(pairs) <= set(channel.edges)
+        # XLA for GPUs compiles a permutation of several cycles to wrong code.
+        for channel in table.channels if stages > 1 else ():
+            senders, receivers = zip(*channel.edges, strict=True)
+            assert len(set(senders)) == len(senders)
+            assert len(set(receivers)) == len(receivers)
+            assert cycles(channel.edges) <= 1
 
 
 def replay(table: TickTable, *, overlaps: bool) -> None:

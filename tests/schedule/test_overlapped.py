@@ -16,7 +16,6 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import parse_csv, write_csv
-from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.show import draw
@@ -101,12 +100,6 @@ def test_both_run_in_one_tick_and_the_rest_as_always():
     # B and BW become one kind: the program runs B, and W in the same tick where it was BW.
     assert table.passes.keys() == {Kind.F, Kind.B, Kind.W}
     lower(forward_only(schedule), [2] * 6)
-
-
-@pytest.mark.parametrize("p", [1, 2, 5])
-def test_pairs_survive_the_trip_through_json(p):
-    schedule = published(p, 2 * p)
-    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
 
 
 def test_kinds_of_backward_in_a_pair():

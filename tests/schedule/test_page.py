@@ -118,14 +118,6 @@ def test_compare_writes_named_schedules_of_one_model_as_a_page(tmp_path, capsys)
     assert "gpipe" not in printed
 
 
-def test_compare_refuses_a_named_schedule_that_does_not_fit(capsys):
-    shape = ["--stages", "3", "--microbatches", "5"]
-    assert main(["compare", "1f1b", "chimera", *shape]) == 2
-    assert "--microbatches 5" in capsys.readouterr().err
-    assert main(["compare", "interleave", *shape]) == 2
-    assert "Nearest valid: 'interleaved'" in capsys.readouterr().err
-
-
 def test_the_page_in_the_docs_has_the_present_scripts():
     """`make figures` writes it."""
     folder = Path(__file__).resolve().parents[2]

@@ -12,8 +12,6 @@ from jaxpipe import cli
 from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.schedule.simulate import Costs
 
-SHAPES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)))
-
 
 def executed_versions(num_stages: int, num_microbatches: int, minibatches: int) -> dict:
     """Plays the steady state with one counter a stage; what each F and backward finds in it."""
@@ -33,16 +31,16 @@ def executed_versions(num_stages: int, num_microbatches: int, minibatches: int) 
     return found
 
 
-@pytest.mark.parametrize(("P", "N"), SHAPES)
-def test_delays_are_the_papers_for_every_stage_and_microbatch(P, N):
-    steady = SteadyState(P, N)
-    for i in range(1, P + 1):
-        part = steady.stage(i - 1)
-        delays = [steady.delay(part, j) for j in range(N)]
-        assert delays == [max(math.ceil((2 * (P - i) + 1 - j) / N), 0) for j in range(N)]
-        assert sum(delays) / N == pytest.approx(steady.mean_delay(part))
-        assert steady.mean_delay(part) == pytest.approx((2 * (P - i) + 1) / N)
-    assert SteadyState(P, N, "pipedream").num_versions == 1 + math.ceil((2 * P - 1) / N)
+def test_delays_are_the_papers_for_every_stage_and_microbatch():
+    for P, N in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 5, 8, 16)):
+        steady = SteadyState(P, N)
+        for i in range(1, P + 1):
+            part = steady.stage(i - 1)
+            delays = [steady.delay(part, j) for j in range(N)]
+            assert delays == [max(math.ceil((2 * (P - i) + 1 - j) / N), 0) for j in range(N)]
+            assert sum(delays) / N == pytest.approx(steady.mean_delay(part))
+            assert steady.mean_delay(part) == pytest.approx((2 * (P - i) + 1) / N)
+        assert SteadyState(P, N, "pipedream").num_versions == 1 + math.ceil((2 * P - 1) / N)
 
 
 def test_2bw_refuses_a_delay_of_more_than_one_update():
@@ -93,11 +91,7 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
             "Nearest valid: --microbatches 7.",
         ),
         (["pipemare", "--stages", "4", "--microbatches", "0"], "--microbatches 0 must be at least"),
-        (["pipemare", "--stages", "0", "--microbatches", "4"], "--stages 0 must be at least 1"),
         (["pipemare", *SMALL, "--chunks", "2"], "--chunks 2 does not fit 'pipemare': each of its"),
-        (["pipemare", *SMALL, "--group", "2"], "--group 2 does not fit"),
-        (["pipemare", *SMALL, "--costs", "1,2,1"], "--costs 1,2,1 does not fit"),
-        (["pipemare", *SMALL, "--memory-limit", "2"], "--memory-limit 2.0 does not fit"),
         (["1f1b", *SMALL, "--recompute-segment", "2"], "does not fit '1f1b': segments are for"),
         (
             ["pipemare", *SMALL, "--recompute-segment", "3"],
@@ -105,7 +99,6 @@ SMALL = ["--stages", "2", "--microbatches", "2"]
             "Nearest valid: --recompute-segment 2.",
         ),
         (["pipemare", "--stages", "2", "--microbatches", "1000000"], "columns, beyond 200000"),
-        (["pipemare", "--stages", "100000000", "--microbatches", "1"], "virtual stages, beyond"),
         (
             ["pipedream", *("--stages", "2", "--microbatches", "2"), "--format", "csv"],
             "never drains",
@@ -137,7 +130,7 @@ def test_the_other_formats_show_a_few_minibatches_like_any_schedule(
     assert len(shown["actions"][0]) == 12 * (4 if segment else 3)
 
 
-SEGMENTS = [(P, N, S) for P, N in [(1, 1), (4, 3), (5, 2), (8, 1)] for S in range(1, P + 1)]
+SEGMENTS = [(P, N, S) for P, N in [(1, 1), (4, 3), (8, 1)] for S in range(1, P + 1)]
 
 
 @pytest.mark.parametrize(("P", "N", "S"), SEGMENTS)

@@ -23,9 +23,9 @@ from jaxpipe.schedule.simulate import Costs, simulate
 CASES = [
     (SteadyState(P, N, method, segment), fused)
     for (P, N), method, fused in itertools.product(
-        [(1, 1), (2, 1), (3, 2), (4, 7), (5, 3)], ASYNCHRONOUS_METHODS, (False, True)
+        [(1, 1), (3, 2), (4, 7)], ASYNCHRONOUS_METHODS, (False, True)
     )
-    for segment in (None, 1, 2, P)
+    for segment in (None, 1, 2)
     if (method != "2bw" or N >= 2 * P - 1) and (segment is None or segment <= P)
 ]
 MINIBATCHES, FIRST = 9, 5

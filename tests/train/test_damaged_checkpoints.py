@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
             )
     assert _latest(folder) == 2
     for step in LOSSES:
-        checksums.verify(folder / str(step))
+        checksums.verify_checksums(folder / str(step))
     return folder
 
 
@@ -95,6 +95,7 @@ DAMAGE = {
     "without end": lambda path: os.truncate(path, 1 << 40),
 }
 damages = pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+some_damages = pytest.mark.parametrize("damage", [*DAMAGE.values()][::3], ids=[*DAMAGE][::3])
 
 
 @damages
@@ -115,7 +116,7 @@ def test_the_newest_whole_one_is_found(folder, damage):
     _assert_restores(folder, 2)
 
 
-@damages
+@some_damages
 def test_damage_to_an_older_one_does_not_matter(folder, damage):
     """It is not read, its loss does not count, and it goes when its time has come."""
     for path in _files(folder / "1"):
@@ -129,7 +130,7 @@ def test_damage_to_an_older_one_does_not_matter(folder, damage):
     _assert_restores(folder, 3)
 
 
-@damages
+@some_damages
 def test_a_damaged_metrics_file_is_no_metric(folder, damage):
     damage(folder / "1" / "metrics" / "metrics")
     with checkpoints_in(folder, keep=1) as checkpoints:
@@ -149,9 +150,8 @@ def test_a_loss_that_became_better_by_itself_is_not_the_best(folder):
         assert checkpoints.steps == [1, 3]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_flipped_bit_is_found_or_harmless(folder, seed):
-    random_ = random.Random(seed)
+def test_every_flipped_bit_is_found_or_harmless(folder):
+    random_ = random.Random(0)
     files, num_found = [path for path in (folder / "2").rglob("*") if path.is_file()], 0
     for path in random_.choices(files, k=8) + random_.choices(
         # Large files have most of the bits.
@@ -189,28 +189,16 @@ def test_the_damaged_step_is_saved_again_and_nothing_is_deleted(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "2.damaged", "2.damaged.2"]
 
 
-def _make_file(folder):
-    (folder / "3").write_text("not a folder")
-
-
-def _make_empty(folder):
-    (folder / "3").mkdir()
-
-
-def _make_tree_of_folders(folder):
-    (folder / "3" / "state" / "d").mkdir(parents=True)
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (_make_file, "it is not a folder"),
-        (_make_empty, "its folder is empty"),
-        (_make_tree_of_folders, "it cannot be read (FileNotFoundError: "),
+        (lambda path: path.write_text("not a folder"), "it is not a folder"),
+        (lambda path: path.mkdir(), "its folder is empty"),
+        (lambda path: (path / "state" / "d").mkdir(parents=True), "it cannot be read (FileNotFou"),
     ],
 )
 def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
-    make(folder)
+    make(folder / "3")
     with checkpoints_in(folder, keep=1) as checkpoints:
         assert checkpoints.latest == 2
         (note,) = checkpoints.found.notes()
@@ -268,7 +256,7 @@ def _resume(folder, item, text):
     (folder / "2" / "run" / "metadata").write_text(json.dumps(_RUN))
     (folder / "2" / item / ("_METADATA" if item == "state" else "metadata")).write_text(text)
     (folder / "2" / checksums.FILE).unlink()
-    checksums.write(folder / "2", 2)
+    checksums.write_checksums(folder / "2", 2)
     checkpoints = checkpoints_in(folder, read_only=True)
     assert checkpoints.latest == 2
     checkpoint.description(checkpoints, 2)
@@ -355,13 +343,12 @@ def test_an_older_version_wrote_no_checksums(old):
     "name",
     ["data/metadata", "run/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/ocdbt.*/d"],
 )
-@pytest.mark.parametrize("damage", [DAMAGE["truncated"], DAMAGE["missing"]])
 # Orbax gives up after the first array that it cannot read; tensorstore prints one for the others.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name, damage):
+def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name):
     (path,) = (old / "2").glob(name)
     for file in [path] if path.is_file() else path.iterdir():
-        damage(file)
+        DAMAGE["truncated"](file)
     with checkpoints_in(old, read_only=True) as checkpoints:
         assert checkpoints.latest == 1
         skipped, unverified = checkpoints.found.notes()
@@ -370,7 +357,7 @@ def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name, damage):
     assert unverified.startswith("checkpoint 1 carries no checksums")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"config": {"mesh": 3}}'])
+@pytest.mark.parametrize("text", ["{}", '{"config": {"mesh": 3}}'])
 def test_an_older_version_s_checkpoint_that_describes_no_run(old, text):
     (old / "2" / "run" / "metadata").write_text(text)
     assert _latest(old) == 1

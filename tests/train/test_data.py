@@ -1,6 +1,5 @@
 """Token files and batches: whole files only, every window once an epoch, exact resume."""
 
-import doctest
 import itertools
 import json
 import struct
@@ -86,50 +85,10 @@ def test_foreign_token_files_are_refused(tmp_path):
         text.read_tokens(tmp_path)
 
 
-def test_every_window_comes_once_an_epoch_in_another_order():
-    num_windows = (NUM_TOKENS - 1) // SEQUENCE_LENGTH
-    rows = np.concatenate(_take(_stream(), 2 * num_windows // 4))
-    assert rows.dtype == np.int32
-    assert rows.shape == (2 * num_windows, SEQUENCE_LENGTH + 1)
-    np.testing.assert_array_equal(rows - rows[:, :1], np.tile(np.arange(6), (len(rows), 1)))
-    first, second = rows[:num_windows, 0], rows[num_windows:, 0]
-    expected = np.arange(num_windows) * SEQUENCE_LENGTH
-    np.testing.assert_array_equal(np.sort(first), expected)
-    np.testing.assert_array_equal(np.sort(second), expected)
-    assert first.tolist() != second.tolist()
-    assert first.tolist() != expected.tolist()
-
-
-def test_order_depends_on_the_seed_only():
-    np.testing.assert_array_equal(_take(_stream(), 8), _take(_stream(), 8))
-    assert not np.array_equal(_take(_stream(), 8), _take(_stream(seed=8), 8))
-
-
 def test_a_batch_may_be_larger_than_the_text():
     stream = _batches(_tokens(), sequence_length=50, batch_size=6, seed=0)
     starts = np.sort(next(stream)["tokens"][:, 0])
     np.testing.assert_array_equal(starts, [0, 0, 0, 50, 50, 50])
-
-
-@pytest.mark.parametrize("rows", [[0, 1], [3, 2], range(1, 4), []])
-def test_a_process_gets_exactly_its_rows(rows):
-    whole = _take(_stream(), 12)
-    part = _take(_stream(rows=rows), 12)
-    np.testing.assert_array_equal(part, [batch[list(rows)] for batch in whole])
-
-
-def test_resume_is_exact_and_survives_json():
-    stream = _stream()
-    _take(stream, 7)  # in the middle of the second epoch
-    state = json.loads(json.dumps(stream.get_state()))
-    expected = _take(stream, 9)
-    resumed = _stream()
-    resumed.set_state(state)
-    np.testing.assert_array_equal(_take(resumed, 9), expected)
-    # The state counts whole batches: it fits a process that reads other rows.
-    part = _stream(rows=[2])
-    part.set_state(state)
-    np.testing.assert_array_equal(_take(part, 9), [batch[[2]] for batch in expected])
 
 
 @pytest.mark.parametrize("number", [1.5, -1, "1", True, None, [1]])
@@ -234,9 +193,3 @@ def test_unigram_loss_refuses_foreign_tokens():
         text.unigram_loss(np.arange(10), np.arange(3), 9)
     with pytest.raises(ValueError, match="heldout_tokens is empty"):
         text.unigram_loss(np.arange(3), np.arange(0), 9)
-
-
-def test_examples_in_docstrings_run():
-    result = doctest.testmod(text)
-    assert result.attempted > 0
-    assert result.failed == 0

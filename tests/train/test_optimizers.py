@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_tasks import rows
 
 from train import optimizers
 from train.config import Config
@@ -78,7 +79,7 @@ def _batch(setup, seed=0):
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_the_layout_does_not_change_what_an_optimizer_does(name):
     """Muon and Adafactor look at the shapes of parameters, which lie stacked and sharded."""
     results = []
@@ -93,21 +94,36 @@ def test_the_layout_does_not_change_what_an_optimizer_does(name):
 
 @pytest.mark.pipeline
 def test_a_skipped_step_changes_nothing():
-    setup = Setup(_config(max_skipped=2, skip_above=1e9))
-    start = jax.device_get(setup.init())
-    state, values = setup.train_step(setup.init(), _batch(setup), None)
+    toy = {"task": "toy_family:Toy", "model": {"num_layers": 4, "width": 3}}
+    setup = Setup(Config(**_config(max_skipped=2, skip_above=1e9).model_dump() | toy))
+    start, batch = jax.device_get(setup.init()), rows(setup)
+    state, values = setup.train_step(setup.init(), batch, None)
     assert not values["skipped"]
-    state, _ = setup.train_step(state, _batch(setup), None)
-    scale = state.params["head"]["norm"]["scale"]
-    assert not np.array_equal(start.params["head"]["norm"]["scale"], scale)
+    state, _ = setup.train_step(state, batch, None)
+    assert not np.array_equal(start.params["head"], state.params["head"])
     before = jax.device_get(state)
 
-    params = state.params | {"head": jax.tree.map(lambda w: w * jnp.nan, state.params["head"])}
+    params = state.params | {"head": state.params["head"] * jnp.nan}
     broken = jax.device_put(
         type(state)(params, state.optimizer, state.layers), setup.state_shardings
     )
-    kept, values = setup.train_step(broken, _batch(setup), None)
+    kept, values = setup.train_step(broken, batch, None)
     assert values["skipped"]
     assert not np.isfinite(values["loss"])
     chex.assert_trees_all_equal(jax.device_get(kept.optimizer), before.optimizer)
     chex.assert_trees_all_equal(jax.device_get(kept.params["layers"]), before.params["layers"])
+
+
+def test_the_rate_ends_with_the_run_and_only_matrices_decay():
+    config = _config(weight_decay=0.5, min_lr_ratio=0.25).optimizer
+    rate = optimizers.learning_rate(config, num_steps=9)
+    assert [float(rate(n)) for n in (0, 1, 9)] == pytest.approx([0, 1e-2, 0.25e-2])
+    assert float(rate(8)) > 1.01 * float(rate(9))
+    optimizer = optimizers.make_optimizer(config, lambda step: 0.1)
+    params = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    chex.assert_trees_all_close(
+        updates, {"matrix": -0.05 * params["matrix"], "vector": jnp.zeros(2)}
+    )

@@ -41,8 +41,10 @@ def refuse(tmp_path, monkeypatch):
     return refuse
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "pipemare"])
-@pytest.mark.parametrize("task", tasks.names())
+@pytest.mark.parametrize(
+    ("task", "schedule"),
+    [*zip(tasks.names(), ("interleaved", "interleaved", "pipemare", "pipemare"), strict=True)],
+)
 def test_every_integer_below_its_range_is_one_line(refuse, task, schedule):
     base = {"task": task, "pipeline.schedule": schedule, "pipeline.microbatches": 8}
     for path in _integers(Config(task=task)):
@@ -57,10 +59,8 @@ def test_every_integer_below_its_range_is_one_line(refuse, task, schedule):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mesh.stage": 0, "mesh.data": -1, "train.steps": -3},
         {"mesh.stage": -3, "distributed.num_processes": -1, "distributed.process_id": -1},
         {"mesh.stage": 0, "pipeline.microbatches": 0, "pipeline.chunks": 0, "pipeline.group": 0},
-        {"train.batch_size": 0, "mesh.data": 0, "model.num_layers": 0, "pipeline.zero": 7},
     ],
     ids=lambda fields: " ".join(fields),
 )

@@ -80,13 +80,6 @@ def test_tokens_decode_to_the_documents(options, text):
     assert meta.heldout.documents > 1
 
 
-def test_result_depends_on_text_and_options_only(options, tmp_path):
-    other = dataclasses.replace(options, out=tmp_path / "elsewhere" / "out")
-    prepare(options)
-    prepare(other)
-    assert _content(options.out) == _content(other.out)
-
-
 def test_tokenizer_learns_nothing_from_heldout_text(options, text):
     meta = prepare(options)
     _, heldout = split_documents(collect_documents(options)[0], heldout_fraction=0.2)
@@ -291,11 +284,6 @@ def test_changed_tokenizer_is_noticed(options):
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     with pytest.raises(ValueError, match=f"not the tokenizer .*found {digest}"):
         load_tokenizer(options.out)
-
-
-def test_missing_data_folder_names_the_command(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no meta.json.*python -m train.prepare --out"):
-        read_meta(tmp_path)
 
 
 def test_stdlib_is_the_default_text():

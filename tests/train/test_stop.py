@@ -86,15 +86,6 @@ def test_a_blocked_process_ends_after_the_grace_time(number):
     assert "error: a request to stop has been blocked for 0 s" in error
 
 
-def test_a_blocked_process_ends_also_if_nobody_reads_its_errors():
-    process = _start(BLOCKED.format(grace=0.2), "blocked")
-    process.stderr.close()
-    process.send_signal(signal.SIGTERM)
-    process.stderr = None
-    _finish(process)
-    assert process.returncode == 128 + signal.SIGTERM
-
-
 def test_a_second_signal_ends_a_blocked_process_at_once():
     process = _start(BLOCKED.format(grace=10 * limits.hang()), "blocked")
     # Two of the same kind may arrive as one.

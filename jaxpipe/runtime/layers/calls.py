@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.trees import describe
-from jaxpipe.runtime.types import Shapes
+from jaxpipe.runtime.types import Shapes, Tree
 
 _ARGUMENTS = {
     "embed": ("outer", "microbatch", "rng"),
@@ -40,7 +39,7 @@ def misfits(model: Model) -> Iterator[str]:
 
 
 def output_shapes(
-    name: str, function: Callable[..., Any], *, giver: str | None = None, **arguments: Shapes
+    name: str, function: Callable[..., Tree], *, giver: str | None = None, **arguments: Shapes
 ) -> Shapes:
     """Computes the shapes of what a function of the model returns.
 
@@ -64,7 +63,7 @@ def output_shapes(
 
 def _reason(
     name: str,
-    function: Callable[..., Any],
+    function: Callable[..., Tree],
     giver: str | None,
     arguments: dict[str, Shapes],
     error: Exception,
@@ -81,7 +80,7 @@ def _reason(
     return f"{name} raised {type(error).__name__}: {error}"
 
 
-def _runs_with_a_key(function: Callable[..., Any], arguments: dict[str, Shapes]) -> bool:
+def _runs_with_a_key(function: Callable[..., Tree], arguments: dict[str, Shapes]) -> bool:
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         jax.eval_shape(function, *(arguments | {"rng": key}).values())

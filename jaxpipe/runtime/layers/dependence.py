@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -11,7 +10,7 @@ from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.types import Tree
 
 
-def read_leaves(function: Callable[..., Any], *args: Tree) -> list[bool]:
+def read_leaves(function: Callable[..., Tree], *args: Tree) -> list[bool]:
     """Marks the leaves of the arguments on which the function's result depends.
 
     Example:

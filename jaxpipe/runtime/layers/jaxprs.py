@@ -9,11 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
+from jax.extend.core import Jaxpr
 
-Env: TypeAlias = dict[Any, Any]
+from jaxpipe.runtime.types import Arrays, Tree
+
+Eqn: TypeAlias = Any
+"""An equation of a program; jax's own types give its variables no shape."""
+Atom: TypeAlias = Any
+"""A variable or a literal of a program."""
+Env: TypeAlias = dict[Atom, Tree]
 """Values of a program's variables."""
-Vars: TypeAlias = set[Any]
-Eqns: TypeAlias = Sequence[Any]
+Vars: TypeAlias = set[Atom]
+Eqns: TypeAlias = Sequence[Eqn]
 
 _INLINED = {
     *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat"),
@@ -33,13 +40,13 @@ def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJa
     ``selects`` turns conditionals into selections: every branch runs, and one result is taken.
     """
 
-    def run(*args: Any) -> list[Any]:
+    def inlined(*args: Tree) -> list[Tree]:
         return _inline(closed.jaxpr, closed.consts, args, selects)
 
-    return jax.make_jaxpr(run)(*[_shape(v) for v in closed.jaxpr.invars])
+    return jax.make_jaxpr(inlined)(*[_shape(v) for v in closed.jaxpr.invars])
 
 
-def _inline(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], selects: bool) -> list[Any]:
+def _inline(jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool) -> list[Tree]:
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
@@ -71,7 +78,7 @@ def _choose(which: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
     return chosen
 
 
-def run(eqns: Eqns, env: Env) -> Env:
+def run_eqns(eqns: Eqns, env: Env) -> Env:
     """Evaluates equations in order; returns the environment grown by their outputs."""
     env = dict(env)
     for eqn in eqns:
@@ -79,17 +86,17 @@ def run(eqns: Eqns, env: Env) -> Env:
     return env
 
 
-def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+def bind(eqn: Eqn, operands: Arrays) -> list[Tree]:
     """Computes the results of an equation."""
     outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: Atom) -> bool:
     return not isinstance(atom, core.Literal)
 
 
-def values(atoms: Iterable[Any], env: Env) -> list[jax.Array]:
+def values(atoms: Iterable[Atom], env: Env) -> list[jax.Array]:
     """Looks up the values of variables and literals."""
     return [env[v] if is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in atoms]
 
@@ -98,7 +105,7 @@ def consts(closed: core.ClosedJaxpr) -> Env:
     return dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
 
-def signature(eqns: Eqns, given: Sequence[Any], results: Sequence[Any]) -> str:
+def signature(eqns: Eqns, given: Sequence[Atom], results: Sequence[Atom]) -> str:
     """Prints a program with its variables numbered: equal programs compute the same."""
     source = core.DebugInfo("signature", "", None, None)
     return str(core.Jaxpr((), given, results, eqns, debug_info=source))
@@ -113,7 +120,7 @@ def reachable(eqns: Eqns, start: Vars) -> Vars:
     return reached
 
 
-def needed(eqns: Eqns, outputs: Iterable[Any], given: Collection[Any] = ()) -> list[Any]:
+def needed(eqns: Eqns, outputs: Iterable[Atom], given: Collection[Atom] = ()) -> list[Tree]:
     """Finds the equations that ``outputs`` need where ``given`` is known, in program order."""
     wanted = {v for v in outputs if is_var(v)}.difference(given)
     kept = []
@@ -124,32 +131,32 @@ def needed(eqns: Eqns, outputs: Iterable[Any], given: Collection[Any] = ()) -> l
     return kept[::-1]
 
 
-def reads(eqns: Eqns, outputs: Iterable[Any]) -> Vars:
+def reads(eqns: Eqns, outputs: Iterable[Atom]) -> Vars:
     """Finds the variables that the equations read or that are returned, made here or not."""
     reads = {v for eqn in eqns for v in eqn.invars if is_var(v)}
     return reads | {v for v in outputs if is_var(v)}
 
 
-def order(jaxpr: Any) -> Callable[[Any], int]:
+def order(jaxpr: Jaxpr) -> Callable[[Any], int]:
     """Makes a sort key: the place in the program where a variable is made."""
     made = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
     position = {v: i for i, v in enumerate(made)}
     return position.__getitem__
 
 
-def _shape(var: Any) -> jax.ShapeDtypeStruct:
+def _shape(var: Atom) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
-def shapes(variables: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+def shapes_of_variables(variables: Sequence[Atom]) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(_shape(v) for v in variables)
 
 
-def num_bytes(variables: Iterable[Any]) -> int:
+def bytes_of(variables: Iterable[Atom]) -> int:
     return sum(shape.size * shape.dtype.itemsize for shape in map(_shape, variables))
 
 
-def multiplies(eqn: Any) -> bool:
+def multiplies(eqn: Eqn) -> bool:
     """Whether an equation is a matmul of weights, a convolution, or a program of its own.
 
     A matmul with batch dimensions, as in attention, does not count: its operands may be much larger
@@ -162,7 +169,7 @@ def multiplies(eqn: Any) -> bool:
     return heavy or any(map(_is_program, eqn.params.values()))
 
 
-def gathers(eqn: Any) -> bool:
+def gathers(eqn: Eqn) -> bool:
     """Whether an equation makes an array of the parts that devices have."""
     return eqn.primitive.name == "all_gather"
 
@@ -175,7 +182,7 @@ class Collective(NamedTuple):
     place: str
 
 
-def collectives(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[Collective]:
+def collectives(jaxpr: Jaxpr, path: tuple[str, ...] = ()) -> Iterator[Collective]:
     """Yields the collectives of a program, also those within its loops, branches and calls."""
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
@@ -194,7 +201,7 @@ def _is_program(param: Any) -> bool:
     )
 
 
-def gathered_parts(eqns: Eqns, var: Any, own: Vars) -> list[Any]:
+def gathered_parts(eqns: Eqns, var: Atom, own: Vars) -> list[Tree]:
     """Finds the parts that a device gathers with others to make a value; else the value itself.
 
     Args:
@@ -209,4 +216,4 @@ def gathered_parts(eqns: Eqns, var: Any, own: Vars) -> list[Any]:
     if not behind <= sources.keys() or any(eqn.primitive.name not in _FORMS for eqn in after):
         return [var]
     parts = [sources[v] for v in sources if v in behind]  # in the same order in every process
-    return parts if num_bytes(parts) < num_bytes([var]) else [var]
+    return parts if bytes_of(parts) < bytes_of([var]) else [var]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.calls import output_shapes
-from jaxpipe.runtime.layers.jaxprs import Collective
+from jaxpipe.runtime.layers.jaxprs import Collective, collectives
 from jaxpipe.runtime.layers.losses import WithLoss, check_layer_loss
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import Split, split_layer
@@ -38,7 +38,7 @@ class LayerKind:
 
     number: int
     example: int
-    function: Callable[..., Any]
+    function: Callable[..., Tree]
     x: int
     y: int
     split: Split
@@ -120,7 +120,10 @@ def sort_layers(
                 loss_scale=loss_scale,
                 early=early,
             )
-            refuse(barred(f"Layer {n}", split.traced.collectives, stage_axis))
+            # An evaluation runs the function itself, of which derivatives by hand show nothing.
+            alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
+            found = [*split.traced.collectives, *collectives(alone.jaxpr)]
+            refuse(barred(f"Layer {n}", found, stage_axis))
             seen[key] = len(kinds)
             kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
         kind_of.append(seen[key])
@@ -129,7 +132,7 @@ def sort_layers(
 
 
 def _output(
-    function: Callable[..., Any], args: tuple[Shapes, ...], state: States, n: int
+    function: Callable[..., Tree], args: tuple[Shapes, ...], state: States, n: int
 ) -> Activation:
     """Computes the shape of the activation that a layer passes on."""
     layer_params, x, microbatch, rng = args
@@ -172,7 +175,7 @@ def barred(name: str, collectives: Iterable[Collective], stage_axis: str) -> Ite
             return
 
 
-def _handed_on(y: Any, n: int) -> Activation:
+def _handed_on(y: Tree, n: int) -> Activation:
     """Takes the activation out of what a layer returns, and checks the layer's own loss."""
     if not isinstance(y, WithLoss):
         return y

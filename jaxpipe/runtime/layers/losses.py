@@ -52,8 +52,8 @@ class Weighted:
       (6.0, 3.0)
     """
 
-    total: Any
-    weight: Any
+    total: Tree
+    weight: Tree
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +72,7 @@ class Sum:
       ...     return jnp.mean(x**2), {"tokens": Sum(batch["mask"].sum())}
     """
 
-    value: Any
+    value: Tree
 
 
 @jax.tree_util.register_dataclass
@@ -95,8 +95,8 @@ class WithLoss:
       ...     return WithLoss(x + jax.nn.softmax(logits) @ w["experts"], 1e-3 * z_loss)
     """
 
-    x: Any
-    loss: Any
+    x: Tree
+    loss: Tree
 
 
 def parts(result: Tree) -> tuple[Tree, Tree]:
@@ -110,7 +110,7 @@ def differentiated(result: Tree) -> jax.Array:
     return loss.total if isinstance(loss, Weighted) else loss
 
 
-def with_aux(result: Tree, states: Tree) -> Any:
+def with_aux(result: Tree, states: Tree) -> Tree:
     """Arranges a loss as `jax.value_and_grad` returns it with ``has_aux``: ``(loss, aux)``.
 
     ``aux`` is the metrics, the states, or both in a tuple; without any, the loss alone.
@@ -122,7 +122,7 @@ def with_aux(result: Tree, states: Tree) -> Any:
     return loss, aux[0] if len(aux) == 1 else aux
 
 
-def without_metric_gradients(y: Any) -> Any:
+def without_metric_gradients(y: Tree) -> Tree:
     """Stops gradients through the metrics of what a layer returns."""
     if not isinstance(y, WithLoss):
         return y
@@ -139,7 +139,7 @@ def cotangent_of_layer(result: Tree, scale: float) -> Tree:
     return scaled, jax.tree.map(lambda leaf: np.zeros(leaf.shape, _tangent_dtype(leaf)), metrics)
 
 
-def _tangent_dtype(leaf: Any) -> Any:
+def _tangent_dtype(leaf: Any) -> Tree:
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jax.dtypes.float0
 
 
@@ -286,7 +286,7 @@ def _is_loss(shapes: Tree) -> bool:
 
 
 def weight_of(
-    head_loss: Callable[..., Any],
+    head_loss: Callable[..., Tree],
     outer: OuterParams,
     x: Activation,
     context: Tree,
@@ -327,7 +327,7 @@ def weight_of(
     def of_context(context: Tree) -> jax.Array:
         env = jaxprs.consts(program)
         env |= dict(zip(inputs[num_other:], jax.tree.leaves(context), strict=True))
-        (value,) = jaxprs.values(outputs, jaxprs.run(eqns, env))
+        (value,) = jaxprs.values(outputs, jaxprs.run_eqns(eqns, env))
         return value
 
     return of_context

@@ -107,6 +107,6 @@ class Model:
         """Whether all layers have the same function."""
         return not isinstance(self.layer, tuple)
 
-    def layer_function(self, number: int) -> Callable[..., Any]:
+    def layer_function(self, number: int) -> Callable[..., Tree]:
         """The function of a layer, by its canonical number."""
         return self.layer if self.layers_are_alike else self.layer[number]

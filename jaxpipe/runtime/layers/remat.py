@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import jax
+from jax.extend.core import Primitive
 
+from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.problems import Problem
 
+Policy: TypeAlias = Callable[..., bool]
+"""A policy of `jax.checkpoint`: whether a primitive's results are kept."""
 _COMMUNICATES = ("psum", "reduce_scatter", "all_to_all")
 """Primitives that would communicate again if they were repeated, and whose results are no larger
 than their operands."""
 
 
-def _dots(primitive: Any, *args: Any, **params: Any) -> Any:
+def _dots(primitive: Primitive, *args: Tree, **params: Tree) -> bool:
     """Keeps the outputs of weight matmuls, or their sum where devices sum them up, and the values
     that devices exchange."""
     if primitive.name in _COMMUNICATES:
@@ -22,7 +26,7 @@ def _dots(primitive: Any, *args: Any, **params: Any) -> Any:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
 
-REMAT_POLICIES: dict[str, Any] = {
+REMAT_POLICIES: dict[str, Policy | None] = {
     "none": None,
     "dots": _dots,
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -24,19 +24,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax.extend import core
 
 from jaxpipe.runtime.layers import jaxprs
-from jaxpipe.runtime.layers.jaxprs import Env
+from jaxpipe.runtime.layers.jaxprs import Atom, Env, Vars
 from jaxpipe.runtime.layers.losses import (
     WithLoss,
     cotangent_of_layer,
     without_metric_gradients,
 )
-from jaxpipe.runtime.layers.remat import REMAT_POLICIES, unknown_remat
+from jaxpipe.runtime.layers.remat import REMAT_POLICIES, Policy, unknown_remat
 from jaxpipe.runtime.trees import combine, divide
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, Shapes, States, Tree
 from jaxpipe.schedule.problems import refuse
@@ -57,44 +57,44 @@ class _Traced:
     backward: core.ClosedJaxpr
     num_known: int  # leaves of params and context, which F, B and W all have
     num_x: int
-    params: Any
-    trained: Any  # the parameters of which gradients are taken
-    x: Any
-    y: Any  # with the layer's loss and the new state, if there are any
+    params: Tree
+    trained: Tree  # the parameters of which gradients are taken
+    x: Tree
+    y: Tree  # with the layer's loss and the new state, if there are any
     loss: Shapes  # of the layer's own loss and metrics, or None
     collectives: tuple[jaxprs.Collective, ...]
 
     @cached_property
-    def known(self) -> list[Any]:
+    def known(self) -> list[Atom]:
         """The inputs of the forward that are parameters and context."""
         return self.forward.jaxpr.invars[: self.num_known]
 
     @cached_property
-    def own(self) -> list[Any]:
+    def own(self) -> list[Atom]:
         """The other inputs of the forward: x, then the state."""
         return self.forward.jaxpr.invars[self.num_known :]
 
     @cached_property
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[Atom]:
         """The outputs of the forward that are no residuals: y, its loss, the new state."""
         return self.forward.jaxpr.outvars[: self.y.num_leaves]
 
     @cached_property
-    def source(self) -> dict[Any, Any]:
+    def source(self) -> dict[Atom, Atom]:
         """The forward's value behind each residual that the backward takes."""
         residuals = self.forward.jaxpr.outvars[self.y.num_leaves :]
         return dict(zip(self.backward.jaxpr.invars, residuals, strict=False))
 
     @cached_property
-    def dy(self) -> list[Any]:
+    def dy(self) -> list[Atom]:
         return self.backward.jaxpr.invars[len(self.source) :]
 
     @cached_property
-    def dx(self) -> list[Any]:
+    def dx(self) -> list[Atom]:
         return self.backward.jaxpr.outvars[: self.num_x]
 
     @cached_property
-    def dparams(self) -> list[Any]:
+    def dparams(self) -> list[Atom]:
         return self.backward.jaxpr.outvars[self.num_x :]
 
 
@@ -114,14 +114,14 @@ class Split:
     """
 
     traced: _Traced
-    b: list[Any]
-    w: list[Any]
-    again: list[Any]
-    read_by_b: set[Any]
-    read_by_w: set[Any]
-    kept_until_b: list[Any]
-    kept_until_w: list[Any]
-    crosses: list[Any]
+    b: list[Atom]
+    w: list[Atom]
+    again: list[Atom]
+    read_by_b: Vars
+    read_by_w: Vars
+    kept_until_b: list[Atom]
+    kept_until_w: list[Atom]
+    crosses: list[Atom]
     reads_state: bool
 
     @property
@@ -140,17 +140,17 @@ class Split:
     @property
     def until_b(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the residuals that only B reads."""
-        return jaxprs.shapes(self.kept_until_b)
+        return jaxprs.shapes_of_variables(self.kept_until_b)
 
     @property
     def until_w(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the residuals that W reads."""
-        return jaxprs.shapes(self.kept_until_w)
+        return jaxprs.shapes_of_variables(self.kept_until_w)
 
     @property
     def crossing(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the values that go from B to W."""
-        return jaxprs.shapes(self.crosses)
+        return jaxprs.shapes_of_variables(self.crosses)
 
     def forward(
         self, params: LayerParams, x: Activation, *context: Tree, state: States = None
@@ -159,7 +159,9 @@ class Split:
         traced, kept = self.traced, [*self.kept_until_b, *self.kept_until_w]
         env = self._known(params, context)
         env |= dict(zip(traced.own, jax.tree.leaves((x, state)), strict=True))
-        env = jaxprs.run(jaxprs.needed(traced.forward.jaxpr.eqns, [*traced.outputs, *kept]), env)
+        env = jaxprs.run_eqns(
+            jaxprs.needed(traced.forward.jaxpr.eqns, [*traced.outputs, *kept]), env
+        )
         y = jax.tree.unflatten(traced.y, jaxprs.values(traced.outputs, env))
         return y, [env[v] for v in self.kept_until_b], [env[v] for v in self.kept_until_w]
 
@@ -177,14 +179,14 @@ class Split:
         kept = dict(zip(self.kept_until_w, until_w, strict=True))
         env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
         env |= self._residuals(self.read_by_w, params, context, kept)
-        return self._dparams(jaxprs.run([*self.again, *self.w], env))
+        return self._dparams(jaxprs.run_eqns([*self.again, *self.w], env))
 
     def backward_fused(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
     ) -> tuple[Activation, Gradients]:
         """Runs B and W at once: returns dx and dparams."""
         read = self.read_by_b | self.read_by_w
-        env = jaxprs.run(self.w, self._run_b(params, until_b, until_w, dy, context, read))
+        env = jaxprs.run_eqns(self.w, self._run_b(params, until_b, until_w, dy, context, read))
         return self._dx(env), self._dparams(env)
 
     def _run_b(
@@ -194,22 +196,22 @@ class Split:
         until_w: Values,
         dy: Activation,
         context: Tree,
-        read: set[Any],
+        read: Vars,
     ) -> Env:
         names, values = [*self.kept_until_b, *self.kept_until_w], [*until_b, *until_w]
         kept = dict(zip(names, values, strict=True))
         env = jaxprs.consts(self.traced.backward)
         env |= dict(zip(self.traced.dy, jax.tree.leaves(dy), strict=True))
-        return jaxprs.run(self.b, env | self._residuals(read, params, context, kept))
+        return jaxprs.run_eqns(self.b, env | self._residuals(read, params, context, kept))
 
-    def _residuals(self, read: set[Any], params: LayerParams, context: Tree, kept: Env) -> Env:
+    def _residuals(self, read: Vars, params: LayerParams, context: Tree, kept: Env) -> Env:
         """Finds the backward's inputs: kept, or recomputed from parameters and context."""
         source = self.traced.source
         wanted = [v for v in source if v in read]
         behind = [source[v] for v in wanted]
         recomputed = [v for v in behind if jaxprs.is_var(v) and v not in kept]
         eqns = jaxprs.needed(self.traced.forward.jaxpr.eqns, recomputed, kept)
-        env = jaxprs.run(eqns, self._known(params, context) | kept)
+        env = jaxprs.run_eqns(eqns, self._known(params, context) | kept)
         return dict(zip(wanted, jaxprs.values(behind, env), strict=True))
 
     def _known(self, params: LayerParams, context: Tree) -> Env:
@@ -224,7 +226,7 @@ class Split:
 
 
 def split_layer(
-    layer: Callable[..., Any],
+    layer: Callable[..., Tree],
     params: LayerParams,
     x: Activation,
     *context: Tree,
@@ -264,20 +266,22 @@ def split_layer(
     """
     refuse(unknown_remat(remat))
     args = params, frozen, x, context, state
-    return _cut(_trace(layer, *args, REMAT_POLICIES[remat], loss_scale), early)
+    traced = _trace(layer, *args, policy=REMAT_POLICIES[remat], loss_scale=loss_scale)
+    return _cut(traced, early)
 
 
 def _trace(
-    layer: Callable[..., Any],
+    layer: Callable[..., Tree],
     params: LayerParams,
     frozen: LayerParams,
     x: Activation,
     context: Tree,
     state: States,
-    policy: Any,
+    *,
+    policy: Policy | None,
     loss_scale: float,
 ) -> _Traced:
-    def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Any:
+    def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Tree:
         trained, fixed = (params, None) if frozen is None else divide(params, frozen)
 
         def of_trained_and_x(trained: LayerParams, x: Activation) -> tuple[Activation, States]:
@@ -350,7 +354,7 @@ def _cut(traced: _Traced, early: bool) -> Split:
     read_by_w |= jaxprs.reads(again, ())
     read_by_w -= {v for eqn in again for v in eqn.outvars}
 
-    def saved(read: set[Any]) -> list[Any]:
+    def saved(read: Vars) -> list[Atom]:
         """Lists the forward's values behind ``read`` that must be kept, in a fixed order."""
         kept = (source[v] for v in source if v in read)
         return list(dict.fromkeys(r for r in kept if jaxprs.is_var(r) and r in from_x))
@@ -368,7 +372,7 @@ def _cut(traced: _Traced, early: bool) -> Split:
     return Split(traced, b, w, again, read_by_b, read_by_w, until_b, until_w, crosses, reads_state)
 
 
-def _early(w: list[Any], dparams: list[Any], made: set[Any], kept: dict[Any, Any]) -> set[int]:
+def _early(w: list[Atom], dparams: list[Atom], made: Vars, kept: dict[Atom, Atom]) -> set[int]:
     """Chooses equations of W, by id, that B should run because W then has less to read.
 
     Matmuls stay in W. Values that cross are written and read, values kept since F are only read.
@@ -384,7 +388,7 @@ def _early(w: list[Any], dparams: list[Any], made: set[Any], kept: dict[Any, Any
         read = jaxprs.reads([eqn for eqn in w if id(eqn) not in early], dparams)
         crosses = made.union(*(eqn.outvars for eqn in w if id(eqn) in early))
         old = {source for v, source in kept.items() if v in read}
-        return 2 * jaxprs.num_bytes(read & crosses) + jaxprs.num_bytes(old)
+        return 2 * jaxprs.bytes_of(read & crosses) + jaxprs.bytes_of(old)
 
     chains = [jaxprs.needed(w, eqn.outvars) for eqn in w]
     cheap = [set(map(id, chain)) for chain in chains if not any(map(jaxprs.multiplies, chain))]

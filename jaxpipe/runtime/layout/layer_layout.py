@@ -12,19 +12,21 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import DictKey
+from jax.typing import DTypeLike
 
+from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Part, Slices
+from jaxpipe.runtime.layout.parts import DevicePart, Slices
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -36,19 +38,22 @@ from jaxpipe.runtime.types import (
     LayerParams,
     Leaves,
     Params,
+    Path,
     Shapes,
     Span,
     Stored,
     Tree,
 )
-from jaxpipe.schedule.lowering.table import NONE
+from jaxpipe.schedule.lowering.table import NONE, Chunk
 
-Carry = TypeVar("Carry")
-Body: TypeAlias = Callable[..., Any]
+Body: TypeAlias = Callable[..., Tree]
 """Body of a loop: it takes a chunk, a number within it and the carry, and returns the carry."""
 
+ChunkSpan: TypeAlias = tuple[Index, Index]
+"""A chunk, and the number of its layers."""
+
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-Parts: TypeAlias = Sequence[jax.Array]
+DeviceParts: TypeAlias = Sequence[jax.Array]
 """A device's parts of a layer's arrays, in the order of its tree."""
 
 
@@ -66,16 +71,16 @@ class Piece:
         """The stored arrays of a layer, each a `Leaf`; ``example`` is one of its kind."""
         return self.piece
 
-    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
         """Lists this device's parts of the arrays of the user's tree; ``sharded`` says whether data
         shards split them."""
         leaves = jax.tree.leaves(self.piece)
         values = jax.tree.leaves(stored)
         cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
-        return list(map(Part, values, cuts))
+        return list(map(DevicePart, values, cuts))
 
     def of_parts(
-        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
+        self, parts: DeviceParts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         """Replaces the parts; elements that only pad an array become 0."""
         cuts = [leaf.cut(axes, sharded=sharded) for leaf in jax.tree.leaves(self.piece)]
@@ -166,7 +171,7 @@ class LayerLayout(Piece, abc.ABC):
 
     # Copies of weights in the dtypes that layers compute in, trees like a piece.
 
-    def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
+    def compute_dtypes(self, dtype_of: Callable[[str, jax.ShapeDtypeStruct], DTypeLike]) -> Tree:
         """Finds the dtypes by ``dtype_of(path, shape)`` of canonical parameters."""
         return jax.tree.map_with_path(
             lambda path, leaf: dtype_of(name_of((DictKey("layers"), *path)), leaf.struct()),
@@ -180,23 +185,23 @@ class LayerLayout(Piece, abc.ABC):
     # Places.
 
     @abc.abstractmethod
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Any:
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Tree:
         """The place of a layer: among the stage's own layers, or in the chunk of a ``slot``."""
 
     @abc.abstractmethod
-    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> Any:
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> Tree:
         """The place of a chunk's piece, or of a share of it, as for `layer_at`."""
 
     @abc.abstractmethod
-    def read(self, arrays: Arrays, place: Any) -> Stored:
+    def read(self, arrays: Arrays, place: Tree) -> Stored:
         """Reads what is stored at a place."""
 
     @abc.abstractmethod
-    def write(self, arrays: Arrays, place: Any, values: Stored) -> Arrays:
+    def write(self, arrays: Arrays, place: Tree, values: Stored) -> Arrays:
         """Stores other values at a place, and returns the arrays."""
 
     def update(
-        self, arrays: Arrays, place: Any, values: Stored, combine: Combine = jnp.add
+        self, arrays: Arrays, place: Tree, values: Stored, combine: Combine = jnp.add
     ) -> Arrays:
         """Combines the values stored at a place with others, element by element."""
         return self.write(arrays, place, jax.tree.map(combine, self.read(arrays, place), values))
@@ -218,6 +223,34 @@ class LayerLayout(Piece, abc.ABC):
 
         return lax.fori_loop(lo, hi, step, (arrays, carry))
 
+    def loop_pairs(
+        self,
+        backward: ChunkSpan,
+        forward: ChunkSpan,
+        pairs: Collection[tuple[Chunk, Chunk]],
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+    ) -> tuple[Arrays, Carry, Index]:
+        """Runs a layer of each of two chunks per turn, as long as both have one.
+
+        Args:
+          backward: chunk and number of layers; its last layer runs first.
+          forward: chunk and number of layers; its first layer runs first.
+          pairs: all that these two may be.
+          body: ``body(backward, forward, arrays, carry)``, with chunk and layer of each; returns
+            arrays and carry.
+
+        Returns:
+          Arrays, carry and the number of turns.
+        """
+        turns = jnp.minimum(backward[1], forward[1])
+
+        def step(i: Index, through: tuple[Arrays, Carry]) -> tuple[Arrays, Carry]:
+            return body((backward[0], backward[1] - 1 - i), (forward[0], i), *through)
+
+        return *lax.fori_loop(0, turns, step, (arrays, carry)), turns
+
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
         trips = jnp.where(chunk == NONE, 0, self.num_pieces)
@@ -233,7 +266,7 @@ class LayerLayout(Piece, abc.ABC):
 def alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:
     """Makes one layer, and all layers, of a model whose layers are alike; every array a `Leaf`."""
 
-    def leaf_of(path: Any, w: Any) -> Leaf:
+    def leaf_of(path: Path, w: Tree) -> Leaf:
         return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
 
     piece = jax.tree.map_with_path(leaf_of, layers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpipe.runtime.layout.parts import Slices, Split
+from jaxpipe.runtime.layout.parts import AxisSplit, Slices
 from jaxpipe.runtime.mesh import Axes, alone
 from jaxpipe.runtime.trees import sum_dtype
 
@@ -34,7 +34,7 @@ class Leaf:
     stage_dim: int | None
     data_dim: int | None
     data_parts: int = 1
-    splits: tuple[Split, ...] = ()
+    splits: tuple[AxisSplit, ...] = ()
     apart: tuple[str, ...] = ()
 
     @property

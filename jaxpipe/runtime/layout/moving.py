@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layout.layer_layout import Carry, LayerLayout
+from jaxpipe.runtime.barriers import Carry, run_if, tie
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.parts import Slices, communicate
@@ -75,7 +74,7 @@ class Moving:
 
         return self._shard_map(own, self._placed_specs, self.canonical_specs)(placed)
 
-    def _shard_map(self, body: Any, given: Tree, returned: Tree) -> Any:
+    def _shard_map(self, body: Callable[..., Tree], given: Tree, returned: Tree) -> Tree:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=(given,), out_specs=returned, check_vma=False
         )
@@ -185,7 +184,7 @@ class Moving:
         nothing = jax.tree.map(lambda dtype, shape: jnp.zeros(shape, dtype), dtypes, shapes)
         return self.layers.every_layer(self.rows.shape[2], row, nothing)
 
-    def _place_of(self, chunk: Index, number: Index) -> Any:
+    def _place_of(self, chunk: Index, number: Index) -> Tree:
         return self.layers.layer_at((self._stage, chunk, number), 0)
 
     def _zeros(self, leaves: Tree) -> Tree:
@@ -220,7 +219,7 @@ class Moving:
         arrays = self._zeros(self.layers.placed)
         for n, at in self._layers_in_order():
 
-            def put(arrays: Arrays, n: int = n, at: Any = at) -> Arrays:
+            def put(arrays: Arrays, n: int = n, at: Tree = at) -> Arrays:
                 parts, arrays = tie(canonical[n], arrays)
                 layer = self._each(Slices.whole, n, parts)
                 layer = self._rearranged(_to_parts, n, layer, sharded=False)
@@ -241,7 +240,7 @@ class Moving:
         layers, dtypes = [], {group: w.dtype for group, w in arrays.items()}
         for n, at in self._layers_in_order():
 
-            def get(carry: Tree, n: int = n, at: Any = at) -> Tree:
+            def get(carry: Tree, n: int = n, at: Tree = at) -> Tree:
                 arrays, _ = carry
                 stored = self.layers.read(arrays, self.layers.layer_at(at, n))
 
@@ -276,7 +275,7 @@ class Moving:
         places = {int(n): at for at, n in np.ndenumerate(self.rows) if n >= 0}
         return sorted(places.items())
 
-    def _each(self, fn: Any, n: int, layer: LayerParams) -> LayerParams:
+    def _each(self, fn: Callable[..., Tree], n: int, layer: LayerParams) -> LayerParams:
         """Applies a method of `Slices` to each of a layer's canonical arrays."""
 
         def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
@@ -320,7 +319,7 @@ def _joined_cuts(leaf: Leaf, axes: Axes, *, sharded: bool) -> Iterator[tuple[Sli
             yield Slices(leaf.shape, dims), Slices(leaf.shape, dims, (split,))
 
 
-def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) -> Any:
+def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) -> Tree:
     """Gives ``forward``, which only moves numbers, ``backward`` as its derivative, since JAX cannot
     reverse its loops. Integers have no derivative."""
 

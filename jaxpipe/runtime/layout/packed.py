@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from jaxpipe.runtime.layout.layer_layout import LayerLayout, Parts
+from jaxpipe.runtime.layout.layer_layout import DeviceParts, LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Part, Split, Window
+from jaxpipe.runtime.layout.parts import AxisSplit, DevicePart, Window
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -35,11 +36,12 @@ from jaxpipe.runtime.types import (
 
 
 class _Columns(NamedTuple):
-    """A place in packed arrays, by group: first column, number of columns, and of valid columns."""
+    """A place in packed arrays, by group: first column, number of columns, and how many of them are
+    its own; None where all are."""
 
-    start: dict[str, Any]
+    start: dict[str, Tree]
     width: dict[str, int]
-    valid: dict[str, Any]
+    valid: dict[str, Tree] | None = None
 
 
 class Packed(LayerLayout):
@@ -48,6 +50,11 @@ class Packed(LayerLayout):
     A layer's parameters of one group are stored as ``[data, columns]``, flat and padded to a
     multiple of the data shards; a stage's array is ``[data, all columns]``. Devices along a model
     axis each pack their own part.
+
+    Two layers a and b of 5 and 3 float32 in one chunk take 3 and 2 columns on 2 data shards::
+
+        shard 0  a0 a1 a2 | b0 b1
+        shard 1  a3 a4  0 | b2  0
     """
 
     slot_dim = 1
@@ -58,17 +65,21 @@ class Packed(LayerLayout):
         self.canonical = jax.tree.map_with_path(splits.leaf, layers)
         leaves = {self.group_of(leaf): leaf for leaf in jax.tree.leaves(self.canonical)}
         self._groups = {g: leaves[g] for g in sorted(leaves)}
-        self._widths = [self._width(layer) for layer in self.canonical]
-        none = dict.fromkeys(self._groups, 0)  # rows holds -1, the last, where there is no layer
-        widths = {g: np.asarray([w[g] for w in [*self._widths, none]]) for g in self._groups}
-        width = {g: w[rows] for g, w in widths.items()}
-        self._within = {g: np.cumsum(w, axis=2, dtype=np.int32) - w for g, w in width.items()}
-        self._valid = {g: w.sum(axis=2, dtype=np.int32) for g, w in width.items()}
-        self._start = {g: np.cumsum(w, axis=1, dtype=np.int32) - w for g, w in self._valid.items()}
-        self._chunk_width = {g: int(w.max()) for g, w in self._valid.items()}
+        self._layer_columns = columns = [self._columns_of_layer(layer) for layer in self.canonical]
+        # rows holds -1, the last, where there is no layer.
+        columns_by_layer = {g: np.asarray([*(n[g] for n in columns), 0]) for g in self._groups}
+        columns_by_row = {g: n[rows] for g, n in columns_by_layer.items()}
+        self._start_in_chunk = {  # [stages, chunks, rows]
+            g: np.cumsum(n, axis=2, dtype=np.int32) - n for g, n in columns_by_row.items()
+        }
+        self._chunk_columns = {g: n.sum(axis=2, dtype=np.int32) for g, n in columns_by_row.items()}
+        self._chunk_start = {  # [stages, chunks], as of `_chunk_columns`
+            g: np.cumsum(n, axis=1, dtype=np.int32) - n for g, n in self._chunk_columns.items()
+        }
+        self._widest_chunk = {g: int(n.max()) for g, n in self._chunk_columns.items()}
         # A piece is as wide as the widest chunk, and must not reach past the end.
-        total = {g: int(self._start[g].max(axis=1).max()) + self._chunk_width[g] for g in width}
-        self.piece = self._leaves(self._chunk_width)
+        total = {g: int(n.max()) + self._widest_chunk[g] for g, n in self._chunk_start.items()}
+        self.piece = self._leaves(self._widest_chunk)
         self.placed = self._leaves(total)
 
     @staticmethod
@@ -76,7 +87,7 @@ class Packed(LayerLayout):
         """The group of an array."""
         return " ".join((str(leaf.dtype), *leaf.apart))
 
-    def _width(self, layer: Leaves) -> dict[str, int]:
+    def _columns_of_layer(self, layer: Leaves) -> dict[str, int]:
         size = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(layer):
             size[self.group_of(leaf)] += math.prod(leaf.local.shape)
@@ -90,8 +101,8 @@ class Packed(LayerLayout):
     def most_shares(cls, layers: Params, splits: Splits) -> int:
         return 1
 
-    def _leaves(self, width: dict[str, int]) -> dict[str, Leaf]:
-        return {g: _columns(self._groups[g], n) for g, n in width.items()}
+    def _leaves(self, columns: dict[str, int]) -> dict[str, Leaf]:
+        return {g: _group_leaf(self._groups[g], n) for g, n in columns.items()}
 
     def canonical_of(self, layer: int) -> Leaves:
         return self.canonical[layer]
@@ -99,29 +110,30 @@ class Packed(LayerLayout):
     def shard_shape_of(self, layer: int) -> Shapes:
         return {
             g: jax.ShapeDtypeStruct((1, n), self._groups[g].dtype)
-            for g, n in self._widths[layer].items()
+            for g, n in self._layer_columns[layer].items()
         }
 
     def slot_shapes(self, count: int) -> Shapes:
-        slots = self._leaves({g: count * n for g, n in self._chunk_width.items()})
+        slots = self._leaves({g: count * n for g, n in self._widest_chunk.items()})
         return {g: leaf.local.struct() for g, leaf in slots.items()}
 
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Columns:
-        start = self._starts(at, slot)
-        within = {g: jnp.asarray(w)[at] for g, w in self._within.items()}
-        width = {g: n for g, n in self._widths[example].items() if n}
-        return _Columns({g: start[g] + within[g] for g in width}, width, width)
+        chunk_start = self._starts(at, slot)
+        width = {g: n for g, n in self._layer_columns[example].items() if n}
+        start = {g: chunk_start[g] + jnp.asarray(self._start_in_chunk[g])[at] for g in width}
+        return _Columns(start, width)
 
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Columns:
-        assert share is None  # most_shares
-        width = self._chunk_width
-        valid = _of_chunk(self._valid, at) if slot is None else width
-        return _Columns(self._starts(at, slot), width, valid)
-
-    def _starts(self, at: At, slot: Index) -> dict[str, Any]:
+        assert share is None  # `most_shares` is 1: pieces move as a whole
+        valid = None
         if slot is None:
-            return _of_chunk(self._start, at)
-        return {g: slot * n for g, n in self._chunk_width.items()}
+            valid = {g: jnp.asarray(n)[at[:2]] for g, n in self._chunk_columns.items()}
+        return _Columns(self._starts(at, slot), self._widest_chunk, valid)
+
+    def _starts(self, at: At, slot: Index) -> dict[str, Tree]:
+        if slot is None:
+            return {g: jnp.asarray(n)[at[:2]] for g, n in self._chunk_start.items()}
+        return {g: slot * n for g, n in self._widest_chunk.items()}
 
     def read(self, arrays: Arrays, place: _Columns) -> Stored:
         return {
@@ -131,37 +143,41 @@ class Packed(LayerLayout):
 
     def write(self, arrays: Arrays, place: _Columns, values: Stored) -> Arrays:
         def write(g: str, new: jax.Array) -> jax.Array:
-            if place.valid[g] is not place.width[g]:
+            if place.valid is not None:
                 # Columns behind a narrower chunk belong to the next one.
-                counts = jnp.arange(place.width[g]) < place.valid[g]
-                new = jnp.where(counts, new, self.read(arrays, place)[g])
+                is_own = jnp.arange(place.width[g]) < place.valid[g]
+                new = jnp.where(is_own, new, self.read(arrays, place)[g])
             return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
 
         return arrays | {g: write(g, values[g]) for g in place.width}
 
-    def compute_dtypes(self, dtype_of: Callable[[str, Any], Any]) -> Tree:
+    def compute_dtypes(self, dtype_of: Callable[[str, jax.ShapeDtypeStruct], DTypeLike]) -> Tree:
         return {g: dtype_of("layers", leaf.struct()) for g, leaf in self.piece.items()}
+
+    def _places(self, example: int) -> Iterator[tuple[str, int, Leaf]]:
+        """Yields every array of a layer in tree order: its group, its first element in the group's
+        flat array, and its leaf. `pack` joins in this order."""
+        taken = dict.fromkeys(self._groups, 0)
+        for leaf in jax.tree.leaves(self.canonical[example]):
+            g = self.group_of(leaf)
+            yield g, taken[g], leaf
+            taken[g] += math.prod(leaf.local.shape)
 
     def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
         """Yields the group of each of a layer's arrays, and its place there."""
-        taken = dict.fromkeys(self._groups, 0)
-        for leaf in jax.tree.leaves(self.canonical[example]):
-            g, own = self.group_of(leaf), leaf.cut(axes, sharded=False)
-            data = axes.sharding(leaf.apart)
-            shape, columns = leaf.local.shape, self._widths[example][g]
-            window = Window(own, shape, taken[g], columns, data)
-            yield g, window
-            taken[g] += window.size
+        for g, start, leaf in self._places(example):
+            local, columns = leaf.cut(axes, sharded=False), self._layer_columns[example][g]
+            yield g, Window(local, leaf.local.shape, start, columns, axes.sharding(leaf.apart))
 
-    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[Part]:
+    def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
         if sharded:
-            return [Part(w.read(stored[g]), w) for g, w in self._windows(example, axes)]
-        values = jax.tree.leaves(self.unpack(stored, example))
-        leaves = jax.tree.leaves(self.canonical[example])
-        return list(map(Part, values, [leaf.cut(axes, sharded=False) for leaf in leaves]))
+            windows = self._windows(example, axes)
+            return [DevicePart(window.read(stored[g]), window) for g, window in windows]
+        cuts = [leaf.cut(axes, sharded=False) for _, _, leaf in self._places(example)]
+        return list(map(DevicePart, jax.tree.leaves(self.unpack(stored, example)), cuts))
 
     def of_parts(
-        self, parts: Parts, stored: Stored, example: int, axes: Axes, *, sharded: bool
+        self, parts: DeviceParts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         if not sharded:
             tree = jax.tree.structure(self.canonical[example])
@@ -172,40 +188,32 @@ class Packed(LayerLayout):
         return stored
 
     def leaves_of(self, example: int) -> Leaves:
-        return {g: self.piece[g] for g, n in self._widths[example].items() if n}
+        return {g: self.piece[g] for g, n in self._layer_columns[example].items() if n}
 
     def pack(self, params: LayerParams, example: int) -> Stored:
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self.canonical[example]), strict=True)
         flat = [(self.group_of(leaf), w.reshape(-1)) for w, leaf in pairs]
 
-        def group(g: str, width: int) -> jax.Array:
-            joined = jnp.concatenate([w for of, w in flat if of == g])
+        def pack_group(g: str, columns: int) -> jax.Array:
+            joined = jnp.concatenate([w for group, w in flat if group == g])
             data = self._groups[g].data_parts
-            return jnp.pad(joined, (0, data * width - joined.size)).reshape(data, width)
+            return jnp.pad(joined, (0, data * columns - joined.size)).reshape(data, columns)
 
-        return {g: group(g, n) for g, n in self._widths[example].items() if n}
+        return {g: pack_group(g, n) for g, n in self._layer_columns[example].items() if n}
 
     def unpack(self, stored: Stored, example: int) -> LayerParams:
         flat = {g: w.reshape(-1) for g, w in stored.items()}
-        leaves, tree = jax.tree.flatten(self.canonical[example])
-        taken = dict.fromkeys(self._groups, 0)
-        values = []
-        for leaf in leaves:
-            g, shape = self.group_of(leaf), leaf.local.shape
-            start = taken[g]
-            taken[g] += math.prod(shape)
-            values.append(flat[g][start : taken[g]].reshape(shape))
-        return jax.tree.unflatten(tree, values)
+        values = [
+            flat[g][start : start + math.prod(leaf.local.shape)].reshape(leaf.local.shape)
+            for g, start, leaf in self._places(example)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self.canonical[example]), values)
 
 
-def _columns(group: Leaf, width: int) -> Leaf:
+def _group_leaf(group: Leaf, columns: int) -> Leaf:
     """The leaf of a group's arrays with so many columns on every device, from one of its arrays."""
-    data, splits = group.data_parts, [Split(split.axes, 1, split.size) for split in group.splits]
-    total = width * math.prod(split.size for split in splits)
+    data = group.data_parts
+    splits = [AxisSplit(split.axes, 1, split.size) for split in group.splits]
+    total = columns * math.prod(split.size for split in splits)
     dim = 0 if data > 1 else None
     return Leaf((data, total), group.dtype, None, dim, data, tuple(splits), group.apart)
-
-
-def _of_chunk(table: dict[str, np.ndarray], at: At) -> dict[str, Any]:
-    stage, chunk, _ = at
-    return {g: jnp.asarray(w)[stage, chunk] for g, w in table.items()}

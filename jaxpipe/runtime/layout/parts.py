@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.types import Tree
+
 Axis: TypeAlias = str | tuple[str, ...]
 """A mesh axis, or several that act as one."""
 
@@ -42,7 +44,7 @@ def can_reduce(name: str, dtype: Any) -> bool:
     return bool(not of_numbers or jnp.issubdtype(dtype, jnp.floating))
 
 
-def communicate(collective: Callable[..., Any], array: jax.Array, axes: Axis) -> jax.Array:
+def communicate(collective: Callable[..., Tree], array: jax.Array, axes: Axis) -> jax.Array:
     """Runs a collective over mesh axes; also on booleans, which collectives do not take."""
     number = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
     return collective(number, axes).astype(array.dtype)
@@ -82,14 +84,14 @@ class Cut(abc.ABC):
         return communicate(across, total, self.axes) if self.axes else total
 
 
-class Part(NamedTuple):
+class DevicePart(NamedTuple):
     """A device's part of an array."""
 
     value: jax.Array
     cut: Cut
 
 
-class Split(NamedTuple):
+class AxisSplit(NamedTuple):
     """A dimension that model axes split.
 
     Args:
@@ -146,7 +148,7 @@ class Slices(Cut):
 
     shape: tuple[int, ...]
     dims: tuple[tuple[Axis, int], ...]
-    joined: tuple[Split, ...] = ()
+    joined: tuple[AxisSplit, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jaxpipe.runtime.trees import deleted, strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
-PARTS = 8
+HOST_PARTS = 8
 """Number of parts in which a tree goes to the host; a few more where single leaves are larger."""
 METHODS = {
     "params": "pipe.place",
@@ -81,8 +81,9 @@ class Placing:
 
     def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """Places a canonical tree; ``dtypes`` says whether dtypes must agree, too."""
-        shapes = self.canonical, self.placed
-        problems = checks.canonical(self._name, tree, *shapes, dtypes=dtypes)
+        problems = checks.canonical(
+            self._name, tree, self.canonical, if_placed=self.placed, dtypes=dtypes
+        )
         refuse([*explicit_context(), *problems])
         return self._place(_spread(tree, self.canonical_shardings))
 
@@ -93,7 +94,7 @@ class Placing:
 
     def to_host(self, tree: Tree, *, dtypes: bool = True) -> Tree:
         """Unplaces a tree into the memory of the host, if devices have some, part by part: beside
-        the placed tree they hold one part of the canonical tree at a time (`PARTS`)."""
+        the placed tree they hold one part of the canonical tree at a time (`HOST_PARTS`)."""
         refuse(self.problems("placed", tree, dtypes=dtypes))
         leaves: list[jax.Array] = []
         for part in self.parts:
@@ -105,7 +106,7 @@ class Placing:
         """Programs that each unplace some leaves, and together all of them."""
         shardings = jax.tree.leaves(host.shardings_if_any(self.canonical, self.canonical_shardings))
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.canonical)]
-        ends = np.cumsum(sizes) * PARTS / max(sum(sizes), 1)
+        ends = np.cumsum(sizes) * HOST_PARTS / max(sum(sizes), 1)
         numbers = np.ceil(ends).tolist()
 
         def taking(first: int, last: int) -> jax.stages.Wrapped:
@@ -119,9 +120,10 @@ class Placing:
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
         """Lists what is wrong with a placed tree, or with the place where it is used."""
-        shapes = self.placed, self.canonical
-        method = METHODS[self._name]
-        wrong = checks.placed(name, tree, *shapes, method=method, dtypes=dtypes)
+        method, canonical = METHODS[self._name], self.canonical
+        wrong = checks.placed(
+            name, tree, self.placed, if_canonical=canonical, method=method, dtypes=dtypes
+        )
         return [*explicit_context(), *deleted(**{name: tree}), *wrong]
 
 

@@ -47,7 +47,7 @@ def share_of(layer: Leaves, of: int) -> Leaves:
     return jax.tree.map(share, layer)
 
 
-def read(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share) -> jax.Array:
+def read_share(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share) -> jax.Array:
     """Reads the share of the array that lies at ``lead`` in the leading dimensions."""
     rows, shape = len(lead), list(array.shape[len(lead) :])
     if not _divides(leaf, share.of):
@@ -58,13 +58,13 @@ def read(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share) -> j
     return lax.dynamic_slice(view, start, size).reshape(shape)
 
 
-def write(
+def write_share(
     leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share, value: jax.Array
 ) -> jax.Array:
-    """Writes the share that `read` reads, and returns the array."""
+    """Writes the share that `read_share` reads, and returns the array."""
     value = value.astype(array.dtype)
     if not _divides(leaf, share.of):
-        value = jnp.where(share.number == 0, value, read(leaf, array, lead, share))
+        value = jnp.where(share.number == 0, value, read_share(leaf, array, lead, share))
         start = (*lead, *[0] * value.ndim)
         return lax.dynamic_update_slice(
             array, value.reshape([1] * len(lead) + [*value.shape]), start

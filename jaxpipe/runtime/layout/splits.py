@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,12 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Split
+from jaxpipe.runtime.layout.parts import AxisSplit
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import describe_leaf, is_sequence
-from jaxpipe.runtime.types import Params, Tree
-
-Path: TypeAlias = tuple[Any, ...]
+from jaxpipe.runtime.types import Params, Path, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Splits:
     """
 
     data: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    model: Mapping[Path, tuple[Split, ...]] = dataclasses.field(default_factory=dict)
+    model: Mapping[Path, tuple[AxisSplit, ...]] = dataclasses.field(default_factory=dict)
 
     def part(self, *start: Any) -> Splits:
         """The splits of a part of the tree, at the path ``start``."""
@@ -62,7 +60,7 @@ class Splits:
         """Number of parts into which data shards split an array that these axes already split."""
         return math.prod(size for name, size in self.data.items() if name not in apart)
 
-    def leaf(self, path: Path, array: Any, *, stage_dim: int | None = None) -> Leaf:
+    def leaf(self, path: Path, array: Tree, *, stage_dim: int | None = None) -> Leaf:
         """Makes the leaf of an array; data shards split the first dimension that divides."""
         splits = self.model.get(path, ())
         apart = tuple(sorted({name for split in splits for name in split.axes}))
@@ -80,7 +78,7 @@ def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Spl
     for path, spec in _specs(axis_split, params):
         lengths = spec.lengths if isinstance(spec, Joined) else ()
         splits[path] = tuple(
-            Split(
+            AxisSplit(
                 _names(entry), dim, math.prod(mesh.shape[name] for name in _names(entry)), lengths
             )
             for dim, entry in enumerate(_spec(spec))
@@ -119,7 +117,7 @@ def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[s
             yield from _misfits(at, specs[path], shape, of_stages.get(path), mesh, axes)
 
 
-def _misplaced(of_stages: Mapping[Path, Any], params: Params) -> Iterator[str]:
+def _misplaced(of_stages: Mapping[Path, Tree], params: Params) -> Iterator[str]:
     """Yields what is wrong with `Model.stage_split`, by path."""
     outer = {part: params[part] for part in ("embed", "head")}
     arrays = dict(jax.tree.leaves_with_path(outer))
@@ -181,7 +179,7 @@ def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P | Joined]
                 yield (jax.tree_util.DictKey(part), *path), spec
 
 
-def _is_spec(node: Any) -> bool:
+def _is_spec(node: Tree) -> bool:
     return node is None or isinstance(node, P | Joined)
 
 

@@ -49,7 +49,7 @@ class Stacked(LayerLayout):
         row, share = place
         if share is not None:
             return jax.tree.map(
-                lambda leaf, w: shares.read(leaf, w, (row,), share), self.piece, arrays
+                lambda leaf, w: shares.read_share(leaf, w, (row,), share), self.piece, arrays
             )
         return jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(
@@ -62,7 +62,7 @@ class Stacked(LayerLayout):
         row, share = place
         if share is not None:
             return jax.tree.map(
-                lambda leaf, w, value: shares.write(leaf, w, (row,), share, value),
+                lambda leaf, w, value: shares.write_share(leaf, w, (row,), share, value),
                 self.piece,
                 arrays,
                 values,

@@ -23,7 +23,7 @@ from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, outer_of
-from jaxpipe.runtime.types import Leaves, Shapes, Shardings, Tree, Unit
+from jaxpipe.runtime.types import Leaves, Path, Shapes, Shardings, Tree, Unit
 
 
 def layer_by_layer(params: Layout) -> Shapes:
@@ -49,7 +49,7 @@ class TreeLayout:
     def __init__(self, shapes: Shapes, params: Layout) -> None:
         self._mesh = params.mesh
         is_component = _component_test(params)
-        self._tree: Any
+        self._tree: Tree
         nodes, self._tree = jax.tree.flatten(shapes, is_leaf=is_component)
         self._nodes = [_layout(node, params) if is_component(node) else node for node in nodes]
         self.components = [node for node in self._nodes if isinstance(node, Layout)]
@@ -57,19 +57,19 @@ class TreeLayout:
         units = [_units(node) if is_component(node) else [None] for node in nodes]
         self.units = list(itertools.chain(*units))
 
-    def split(self, tree: Tree) -> tuple[list[Tree], list[Any]]:
+    def split(self, tree: Tree) -> tuple[list[Tree], list[Tree]]:
         """Splits a tree into its components and its other leaves."""
         nodes = list(zip(self._nodes, self._tree.flatten_up_to(tree), strict=True))
         components = [part for node, part in nodes if isinstance(node, Layout)]
         return components, [part for node, part in nodes if not isinstance(node, Layout)]
 
-    def join(self, components: Sequence[Tree], rest: Sequence[Any]) -> Tree:
+    def join(self, components: Sequence[Tree], rest: Sequence[Tree]) -> Tree:
         """Undoes `split`."""
         sources = iter(components), iter(rest)
         nodes = [next(sources[not isinstance(node, Layout)]) for node in self._nodes]
         return jax.tree.unflatten(self._tree, nodes)
 
-    def _each(self, fn: Callable[..., Tree], rest: Sequence[Any], *trees: Sequence[Tree]) -> Tree:
+    def _each(self, fn: Callable[..., Tree], rest: Sequence[Tree], *trees: Sequence[Tree]) -> Tree:
         return self.join([fn(*args) for args in zip(self.components, *trees, strict=True)], rest)
 
     def place(self, tree: Tree) -> Tree:
@@ -131,7 +131,7 @@ def _layout(component: Shapes, params: Layout) -> Layout:
     splits = _splits(whole, outer, params)
     alike = dict(_alike(whole, outer))
 
-    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Leaf:
+    def leaf(path: Path, shape: jax.ShapeDtypeStruct) -> Leaf:
         if path in alike:
             return dataclasses.replace(alike[path], dtype=shape.dtype)
         return splits.leaf(path, shape)
@@ -149,14 +149,14 @@ def _layers(layers: Shapes, params: Layout) -> LayerLayout:
     if like is Packed or any(_key(layer) != _key(layers[0]) for layer in layers):
         return Packed(layers, rows, _splits(layers, own, params))
 
-    def stacked(w: Any) -> jax.ShapeDtypeStruct:
+    def stacked(w: Tree) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(layers), *w.shape), w.dtype)
 
     splits = _splits(layers[0], own[0], params)
     return like(jax.tree.map(stacked, layers[0]), rows, splits)
 
 
-def _alike(shapes: Shapes, own: Leaves) -> Iterator[tuple[Any, Leaf]]:
+def _alike(shapes: Shapes, own: Leaves) -> Iterator[tuple[Path, Leaf]]:
     """Yields the parameters that have the shape of the component's array, by path."""
     shape_of = {path: w.shape for path, w in jax.tree.leaves_with_path(shapes)}
     for path, leaf in jax.tree.leaves_with_path(own):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxpipe.runtime.barriers import overwrite, run_if
+from jaxpipe.runtime.barriers import Carry, overwrite, run_if
 from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.layer_layout import Body, Carry, LayerLayout, alike
+from jaxpipe.runtime.layout.layer_layout import Body, ChunkSpan, LayerLayout, alike
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import Arrays, At, Index, Params, Shapes, Span, Stored, Tree
+from jaxpipe.schedule.lowering.table import Chunk
 
 
 class _Place(NamedTuple):
@@ -60,14 +63,14 @@ class Unrolled(LayerLayout):
         row, share = arrays[place.number % len(arrays)], place.share
         if share is None:
             return row
-        return jax.tree.map(lambda leaf, w: shares.read(leaf, w, (), share), self.piece, row)
+        return jax.tree.map(lambda leaf, w: shares.read_share(leaf, w, (), share), self.piece, row)
 
     def write(self, arrays: Arrays, place: _Place, values: Stored) -> Arrays:
         number = place.number % len(arrays)
 
         def write(leaf: Leaf, w: jax.Array, value: jax.Array) -> jax.Array:
             if place.share is not None:
-                return shares.write(leaf, w, (), place.share, value)
+                return shares.write_share(leaf, w, (), place.share, value)
             value = value.astype(w.dtype)
             return value if place.slot is None else overwrite(w, value, place.slot)
 
@@ -93,6 +96,36 @@ class Unrolled(LayerLayout):
                 own, carry = run_if(runs, step, (own, carry))
             arrays = arrays | {n: row for n, row in own.items() if n == number}
         return arrays, carry
+
+    def loop_pairs(
+        self,
+        backward: ChunkSpan,
+        forward: ChunkSpan,
+        pairs: Collection[tuple[Chunk, Chunk]],
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+    ) -> tuple[Arrays, Carry, Index]:
+        """Runs one loop per pair of rows that come together, in the order of the forward's."""
+        turns = jnp.minimum(backward[1], forward[1])
+        rows = {
+            ((f, i), (b, layers - 1 - i))
+            for (b, layers), (f, count) in pairs
+            for i in range(min(layers, count))
+        }
+        for (f, i), (b, layer) in sorted(rows):
+            is_forward = (forward[0] == f) & (i < turns)
+            runs = is_forward & (backward[0] == b) & (backward[1] - 1 - i == layer)
+            number = (b * self.num_pieces + layer) % len(arrays)
+            own = {n: row if n == number else None for n, row in arrays.items()}
+
+            def step(through: tuple[Arrays, Carry], at: Any = ((b, layer), (f, i))) -> Any:
+                return body(*at, *through)
+
+            with jax.named_scope(f"chunk{b}_layer{layer}_chunk{f}_layer{i}"):
+                own, carry = run_if(runs, step, (own, carry))
+            arrays = arrays | {number: own[number]}
+        return arrays, carry, turns
 
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs one loop per chunk, since on GPUs the host waits for each loop."""

@@ -27,7 +27,7 @@ from jaxpipe.runtime.layout.stacked import Stacked
 from jaxpipe.runtime.layout.unrolled import Unrolled
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import combine, is_sequence, select
-from jaxpipe.runtime.types import Leaves, OuterParams, Params, Placed, Shapes, States, Tree
+from jaxpipe.runtime.types import Leaves, OuterParams, Params, Path, Placed, Shapes, States, Tree
 from jaxpipe.schedule.lowering.table import TickTable
 
 LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
@@ -278,6 +278,7 @@ def make_layouts(
     frozen: Params,
     stage_split: Tree,
     splits: Splits,
+    *,
     mesh: Mesh,
     axes: Axes,
     table: TickTable,
@@ -292,7 +293,7 @@ def make_layouts(
     rows, dims = layer_rows(table), dict(jax.tree.leaves_with_path(stage_split))
     stages = axes.num_stages(mesh)
 
-    def leaf(path: Any, w: Any) -> Leaf:
+    def leaf(path: Path, w: Tree) -> Leaf:
         leaf = splits.leaf(path, w, stage_dim=dims.get(path))
         return leaf if table.together or w.ndim < 2 else leaf.kept_by(stages)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Activation, Batch, Key, Shapes
+from jaxpipe.runtime.types import Activation, Batch, Key, Shapes, Tree
 from jaxpipe.schedule.simulate import Costs
 
 _GROUPS, _QUEUED = 5, 4
@@ -52,7 +52,7 @@ def layer_costs(
     layers, context = traced.layers(pipe, batch, rng)
     everywhere = together or pipe.model.uses_axes
 
-    def cost(part: Callable[..., Any], *args: Shapes) -> float:
+    def cost(part: Callable[..., Tree], *args: Shapes) -> float:
         # A layer that names axes runs on all devices, each with values like these.
         on_devices = pipe.shard_map(part, P(), P()) if everywhere else part
         return _seconds(on_devices, args) if measure else _flops(on_devices, args)
@@ -84,17 +84,17 @@ def end_costs(
     outer, model = functools.reduce(combine, outers), pipe.model
     x, y = layers.activations[layers.first], layers.activations[layers.last]
 
-    def embed(outer: Shapes, dx: Activation, rows: Batch, key: Key) -> Any:
+    def embed(outer: Shapes, dx: Activation, rows: Batch, key: Key) -> Tree:
         value, vjp = jax.vjp(lambda outer: model.embed(outer, rows, key), outer)
         return value, vjp(dx)
 
-    def head(outer: Shapes, y: Activation, rows: Batch, key: Key) -> Any:
+    def head(outer: Shapes, y: Activation, rows: Batch, key: Key) -> Tree:
         def loss(outer: Shapes, y: Activation) -> jax.Array:
             return losses.differentiated(model.head_loss(outer, y, rows, key))
 
         return jax.value_and_grad(loss, (0, 1))(outer, y)
 
-    def cost(part: Callable[..., Any], *args: Shapes) -> float:
+    def cost(part: Callable[..., Tree], *args: Shapes) -> float:
         on_devices = pipe.shard_map(part, P(), P()) if model.uses_axes else part
         return _seconds(on_devices, args) if measure else _flops(on_devices, args)
 
@@ -130,19 +130,19 @@ def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> LayerBytes:
 
 def _parts(
     pipe: Pipeline, kind: LayerKind, activations: Sequence[Activation], context: Shapes
-) -> dict[str, tuple[Callable[..., Any], tuple[Shapes, ...]]]:
+) -> dict[str, tuple[Callable[..., Tree], tuple[Shapes, ...]]]:
     """Makes F, B and W of a kind of layer, each with the shapes of its arguments."""
     split, params = kind.split, pipe.layout.layers.local.shape_of(kind.example)
     states = pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
 
-    def forward(params: Shapes, x: Activation, context: Shapes, state: Shapes) -> Any:
+    def forward(params: Shapes, x: Activation, context: Shapes, state: Shapes) -> Tree:
         return split.forward(params, x, *context, state=state)
 
-    def backward_input(params: Shapes, kept: Any, dy: Activation, context: Shapes) -> Any:
+    def backward_input(params: Shapes, kept: Tree, dy: Activation, context: Shapes) -> Tree:
         return split.backward_input(params, *kept, dy, *context)
 
-    def backward_weights(params: Shapes, kept: Any, crossing: Any, context: Shapes) -> Any:
+    def backward_weights(params: Shapes, kept: Tree, crossing: Tree, context: Shapes) -> Tree:
         return split.backward_weights(params, kept, crossing, *context)
 
     kept = list(split.until_b), list(split.until_w)
@@ -153,13 +153,13 @@ def _parts(
     }
 
 
-def _flops(part: Callable[..., Any], args: Sequence[Shapes]) -> float:
+def _flops(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
     analysis = jax.jit(part).lower(*args).cost_analysis()
     assert analysis is not None  # every backend of jax has one
     return max(analysis.get("flops", 0.0), 1.0)  # a layer without parameters has no W
 
 
-def _seconds(part: Callable[..., Any], args: Sequence[Shapes]) -> float:
+def _seconds(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
     return run_seconds(jax.jit(part, keep_unused=True), *args)
 
 

@@ -127,7 +127,7 @@ def _free(pipe: Pipeline, bytes_by_buffer: dict[str, int]) -> int:
     last tick reduces, they are written then as well, and so are the results of that reduction.
     """
     reduces, reduced = pipe.table.reduces, bytes_by_buffer.get("reduced", 0)
-    if reduced and pipe.table.reduces_last(gathers=pipe.zero == 3):
+    if reduced and pipe.table.reduces_last(gathers=pipe.options.zero == 3):
         layers = pipe.layout.local.layers
         parts = [leaf.summed.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
         return reduced + tree_bytes(parts) * reduces.group // reduces.shares
@@ -145,17 +145,24 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     from slots while layers run: a single chunk would have all layers in one slot. Chunks have one
     layer if those of the pipeline do: then the gradient of a layer is that of its chunk, and not a
     copy beside it. Ticks go one way if those of the pipeline do: then only messages of one
-    direction exist at once.
+    direction exist at once. Where layers run in pairs, the pipeline keeps its schedule, whose pairs
+    have the values of two layers at once.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)
     if pipe.model.layers_are_alike:
-        largest = max(pipe.table.layer_counts)
-        if largest == 1:
+        largest, stacked = max(pipe.table.layer_counts), pipe.options.weights == "stacked"
+        if pipe.options.pair_layers:
+            chunks, layers = pipe.schedule.num_chunks, largest if stacked else min(largest, 2)
+        elif largest == 1:
             chunks, layers = min(2, pipe.schedule.num_chunks), 1
-        elif pipe.weights == "stacked" and pipe.zero >= 2 and pipe.table.reduces.shared.any():
+        elif (
+            pipe.options.weights == "stacked"
+            and pipe.options.zero >= 2
+            and pipe.table.reduces.shared.any()
+        ):
             chunks, layers = pipe.schedule.num_chunks, largest
-        elif pipe.weights == "stacked":
+        elif stacked:
             layers = largest * pipe.schedule.num_chunks
         num_layers = layers * chunks * stages
         params["layers"] = jax.tree.map(
@@ -168,10 +175,13 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     )
     if chunks > 1 or not both_ways:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
-    if pipe.table.num_slots["crossing"] > 1:
+    if pipe.options.pair_layers:
+        schedule = pipe.schedule
+    elif pipe.table.num_slots["crossing"] > 1:
         # With only one slot for a layer, the values that B leaves for W are written in place.
         orders = (tuple(sorted(row, key=lambda a: a.kind is Kind.W)) for row in schedule.orders)
         schedule = dataclasses.replace(schedule, orders=tuple(orders), peak_in_flight=None)
+    options = dataclasses.replace(pipe.options, layer_counts=None, poison=False)
     return Pipeline(
         pipe.model,
         params,
@@ -180,13 +190,6 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         stage_axis=pipe.axes.stage,
         data_axes=pipe.axes.split,
         replica_axes=pipe.axes.replica,
-        trainable=pipe.trainable,
-        compute_dtype=pipe.compute_dtype,
-        full_precision=pipe.full_precision,
-        remat=pipe.remat,
-        zero=pipe.zero,
-        weights=pipe.weights,
-        weight_slots=pipe.weight_slots,
-        residuals=pipe.residuals,
         states=pipe.canonical_states,
+        **vars(options),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jaxpipe.runtime import checks, programs
+from jaxpipe.runtime import checks
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.stamps import Stamp, Stamps
 from jaxpipe.runtime.types import Batch, Key, Placed, States
@@ -64,7 +64,7 @@ def timeline(
         refuse([Problem("mesh", None, rule)])
     pipe.check("placed", placed, batch, states, checks.key(rng))
     stamps = Stamps()
-    run = programs.make(pipe, "train", stamps=stamps)
+    run = pipe.make_program("train", stamps=stamps)
     for _ in range(2):  # compiled and warm the second time
         stamps.taken.clear()
         jax.block_until_ready(run(placed, batch, rng, states))

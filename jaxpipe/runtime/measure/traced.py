@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks
 from jaxpipe.runtime.layers.kinds import Layers
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
-from jaxpipe.runtime.types import Batch, Key, Shapes
+from jaxpipe.runtime.types import Batch, Key, Placed, Shapes, States
 from jaxpipe.runtime.update.layered import Applied
 from jaxpipe.schedule.problems import refuse
 
-Read = TypeVar("Read")
+Traced = TypeVar("Traced")
 
 
 def buffers(
@@ -75,16 +74,16 @@ def layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers, Shape
 
 
 def within(
-    pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Read]
-) -> Read:
+    pipe: Pipeline, batch: Batch, rng: Key, read: Callable[[Fixed, StepMicrobatches], Traced]
+) -> Traced:
     """Calls ``read`` where a step's program is traced, inside `jax.shard_map`; returns its result.
 
     Other arguments as for `buffers`.
     """
-    refuse(checks.batch(batch, pipe))
-    results: list[Read] = []
+    refuse(pipe.batch_problems(batch))
+    results: list[Traced] = []
 
-    def body(placed: Any, batch: Batch, rng: Key, states: Any) -> jax.Array:
+    def body(placed: Placed, batch: Batch, rng: Key, states: States) -> jax.Array:
         rows = split_rows(batch, pipe.schedule.num_microbatches)
         microbatches, setup = StepMicrobatches(rows, rng), pipe.setup(pipe.table)
         fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))

@@ -1,4 +1,4 @@
-"""What a tick hands to the next."""
+"""Values that a tick hands to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ jax.tree_util.register_dataclass(Cell)  # here, since the schedule layer knows n
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """What the loop over ticks carries on one device.
+    """Values that the loop over ticks carries on one device.
 
     Args:
       weights: what the weights' source holds.

@@ -1,4 +1,4 @@
-"""What becomes of what leaves the pipeline: `Losses` are added up, `Outputs` are put in order."""
+"""Results of the pipeline: `Losses` are added up, `Outputs` are put in order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxpipe.runtime.types import Batch, Index, Shapes, Tree
 
 
 class Collector(Protocol):
-    """What becomes of what the head returns for the microbatches."""
+    """A collector of what the head returns for the microbatches."""
 
     def empty(self) -> Tree:
-        """What is collected before the first microbatch."""
+        """Makes what is collected before the first microbatch."""
 
     def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
-        """What is collected with what the head returns for microbatch i."""
+        """Adds what the head returns for microbatch i."""
 
     def result(self, collected: Tree, layer_losses: Tree) -> Tree:
-        """What a step returns; ``layer_losses`` are the sums over layers of this stage, if any."""
+        """Makes what a step returns; ``layer_losses`` are this stage's sums over layers, if any."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,28 +28,29 @@ from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, Setup, fix
-from jaxpipe.runtime.tick.gradients import GradientSink, Summed
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, Setup
+from jaxpipe.runtime.tick.gradients import Summed
 from jaxpipe.runtime.tick.inputs import no_gradients
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
+from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Parts, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, TickTable, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
 
-_BOTH_WAYS = Parts()
+_BOTH_WAYS = BodyParts()
 
-Through = TypeVar("Through")
+Moved = TypeVar("Moved")
 
 
 class Step(NamedTuple):
-    """What a step returns.
+    """The results of a step.
 
     Args:
       value: loss and metrics, or outputs.
@@ -81,15 +82,15 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
 
 
 def sink_of(setup: Setup) -> Summed | None:
-    """What becomes of gradients in a step that returns them."""
-    return Summed(setup.zero) if setup.trains else None
+    """Makes the sink of a step that returns gradients."""
+    return Summed(setup.options.zero) if setup.trains else None
 
 
 def begin(
     setup: Setup, placed: Placed, batch: StepMicrobatches, sink: GradientSink | None
 ) -> tuple[Fixed, Held]:
-    """What no tick of a step changes, and the weights it begins with."""
-    weights = Gathered() if setup.zero == 3 else Resident()
+    """Makes what no tick of a step changes, and the weights it begins with."""
+    weights = Gathered() if setup.options.zero == 3 else Resident()
     parts = [placed, *frozen_part(placed).values()]
     layers = [jax.tree.map(lambda w: w[0], part["layers"]) for part in parts]
     held = weights.hold(setup, layers, [outer_of(part) for part in parts])
@@ -97,12 +98,12 @@ def begin(
 
 
 def outer_gradients_like(setup: Setup, held: Held) -> Gradients:
-    """What the gradients of what belongs to no single layer are shaped like."""
+    """Selects what the gradients of what belongs to no single layer are shaped like."""
     return select(held.outer, setup.layout.outer)
 
 
 def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried:
-    """What the first tick is handed: nothing is in flight.
+    """Makes what the first tick is handed: nothing is in flight.
 
     ``held`` is what the weights' source begins with, ``outer`` like the gradient sums of what
     belongs to no single layer.
@@ -110,7 +111,7 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
 
     def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
         inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
-        value = np.nan if fixed.setup.poison and inexact else 0
+        value = np.nan if fixed.setup.options.poison and inexact else 0
         return jnp.full(shape.shape, value, shape.dtype)
 
     shapes = buffer_shapes(fixed)
@@ -222,8 +223,8 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
 
 
 def _at_edge(
-    edge: Transfer, stage: jax.Array, move: Callable[[Through, Transfer], Through], through: Through
-) -> Through:
+    edge: Transfer, stage: jax.Array, move: Callable[[Moved, Transfer], Moved], through: Moved
+) -> Moved:
     """Moves whole chunks before the first tick, or after the last."""
     if not len(edge.chunk):
         return through
@@ -250,7 +251,7 @@ def _of_stage(table: TickTable, stage: jax.Array) -> Row:
 
 
 def tick(
-    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, parts: Parts = _BOTH_WAYS
+    fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, parts: BodyParts = _BOTH_WAYS
 ) -> Carried:
     """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights

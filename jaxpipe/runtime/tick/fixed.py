@@ -1,49 +1,53 @@
-"""What no tick changes: the setup, the layers by kind, and this device's place on the mesh."""
+"""What ticks work with: a run's setup, what no tick changes, and an action and a layer of a tick.
+
+Two interfaces say what differs between programs: where weights come from (`WeightSource`), and what
+becomes of gradients (`GradientSink`).
+"""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.calls import output_shapes
-from jaxpipe.runtime.layers.jaxprs import collectives
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
+from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.whole_model import SHARED, Layout, layer_rows
+from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
-from jaxpipe.runtime.tick.inputs import read_by_layers
+from jaxpipe.runtime.options import Options
+from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.collected import Collector
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
-from jaxpipe.runtime.trees import combine, divide
+from jaxpipe.runtime.tick.stamps import Stamps
+from jaxpipe.runtime.trees import combine, divide, widened
 from jaxpipe.runtime.types import (
     Activation,
+    Arrays,
+    At,
     Batch,
+    Gradients,
     Index,
     Key,
+    LayerParams,
+    Leaves,
     Message,
     OuterParams,
     Shapes,
+    Stored,
     Tree,
 )
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import TickTable
-from jaxpipe.schedule.problems import refuse
-
-if TYPE_CHECKING:
-    from jaxpipe.runtime.tick.gradients import GradientSink
-    from jaxpipe.runtime.tick.stamps import Stamps
-    from jaxpipe.runtime.tick.weights import WeightSource
+from jaxpipe.schedule.lowering.table import Cell, Pairs, Row, TickTable, Transfer
 
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
@@ -59,17 +63,15 @@ class Setup:
       layout: where the parameters that are trained live, as a device has them: `Layout.local`.
       frozen: where the others live, likewise; None if all are trained.
       table: the tick table to run.
-      remat: rematerialization policy, by name.
-      zero: ZeRO level 0 to 3; 0 when the data axis has one device.
+      options: of the pipeline; those that depend on the mesh decided.
       states: where the layers' states live, or None for a model without.
       compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
         those of the parameters.
-      poison: fill buffers and idle messages with NaN, to prove that nothing from a bubble is used.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
       leaves: the kind of forward that leaves residuals.
-      residuals: where those of F wait, "device" or "host".
+      overlaps: whether devices communicate while they compute.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
@@ -77,26 +79,24 @@ class Setup:
     layout: Layout
     frozen: Layout | None
     table: TickTable
-    remat: str
-    zero: int
+    options: Options
     states: LayerLayout | None = None
     compute: Sequence[Tree] | None = None
-    poison: bool = False
     outputs: bool = False
     inputs: tuple[int, ...] = ()
     early: bool = True
     leaves: Kind = Kind.F
-    residuals: str = "device"
+    overlaps: bool = True
     stamps: Stamps | None = None
 
     @property
     def layouts(self) -> list[Layout]:
-        """Those of all parameters: `layout`, and `frozen` if there is one."""
+        """The layouts of all parameters: `layout`, and `frozen` if there is one."""
         return [self.layout] if self.frozen is None else [self.layout, self.frozen]
 
     @property
     def layer_layouts(self) -> list[LayerLayout]:
-        """Where layers lie in them."""
+        """The layouts of layers."""
         return [layout.layers for layout in self.layouts]
 
     @property
@@ -111,7 +111,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What no tick changes, as one device sees it.
+    """Values that no tick changes, as one device sees them.
 
     Args:
       setup: what to run.
@@ -148,7 +148,7 @@ class Fixed:
 
     @property
     def params(self) -> LayerLayout:
-        """Where the layers' trained parameters lie, and their gradients."""
+        """The layout of the layers' trained parameters, and of their gradients."""
         return self.setup.layout.layers
 
     @property
@@ -156,15 +156,23 @@ class Fixed:
         return self.setup.table
 
     @property
+    def pairs(self) -> Pairs:
+        """The actions whose layers share a loop: none where cells are measured one by one, or
+        where layers are of several kinds."""
+        measured = self.setup.stamps is not None
+        alone = measured or len(self.layers.kinds) > 1 or not self.setup.options.pair_layers
+        return {} if alone else self.table.pairs
+
+    @property
     def num_layers(self) -> int:
         return sum(self.table.layer_counts)
 
     def context(self, batch: Microbatches, i: Index, layer: Index) -> tuple[Batch, Key]:
-        """What every function of a layer is given beside its parameters and values."""
-        return _context(batch, i, layer, self.shard)
+        """Reads what every function of a layer is given beside its parameters and values."""
+        return context_of(batch, i, layer, self.shard)
 
     def divided(self, outer: OuterParams) -> tuple[OuterParams, OuterParams]:
-        """What is trained of what belongs to no single layer, and the rest."""
+        """Divides what belongs to no single layer into what is trained and the rest."""
         frozen = self.setup.frozen
         nothing = jax.tree.map(lambda _: None, outer)
         return divide(outer, nothing if frozen is None else frozen.outer)
@@ -187,13 +195,13 @@ class Fixed:
     def layer_losses(self) -> Shapes:
         """Shapes of a layer's own loss and metrics, made `losses.addable`; None if there are none,
         or none are wanted."""
-        found = None if self.setup.outputs else next(iter(_layer_losses(self.layers)), None)
+        found = None if self.setup.outputs else next(iter(losses_of_layers(self.layers)), None)
         return jax.eval_shape(losses.addable, found)
 
     def loss_scale(self, batch: Microbatches, i: Index) -> float | jax.Array:
         """The cotangent of a microbatch's loss."""
         weighted = batch.scale_of(i)
-        return _mean_scale(self.setup) if weighted is None else weighted
+        return mean_scale(self.setup) if weighted is None else weighted
 
     def weighed(self, batch: StepMicrobatches) -> StepMicrobatches:
         """The microbatches with the scale of their losses, if these are weighted."""
@@ -225,142 +233,212 @@ class Fixed:
         return [jnp.zeros(w.shape, w.dtype) for w in self.message_shape()]
 
 
-def fix(
-    setup: Setup,
-    batch: Microbatches,
-    outer: OuterParams,
-    *,
-    weights: WeightSource,
-    gradients: GradientSink | None,
-) -> Fixed:
-    """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
-    rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
-    model, axes = setup.model, setup.layout.axes
-    stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
-    rows_of_one, rng = jax.eval_shape(lambda: _context(batch, 0, 0, shard))
-    trained, *frozen = ([layer_shapes(one, n) for n in numbers] for one in setup.layouts)
-    layers = sort_layers(
-        model,
-        list(map(combine, trained, *frozen)) if frozen else trained,
-        output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
-        rows_of_one,
-        rng,
-        frozen=frozen[0] if frozen else None,
-        states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
-        remat=setup.remat,
-        loss_scale=_mean_scale(setup),
-        early=setup.early,
-        stage_axis=axes.stage,
-    )
-    refuse(read_by_layers(layers, rows_of_one, setup.inputs))
-    kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
-    leaves = [jax.tree.leaves(x) for x in layers.activations]
-    y = layers.activations[layers.last]
-    collector, weight = _leaving(setup, layers, outer, y, rows_of_one, rng)
-    fixed = Fixed(
-        setup,
-        weights,
-        gradients,
-        stage,
-        shard,
-        layers,
-        first_layer=jnp.asarray(rows[:, :, 0])[stage],
-        kind_of=jnp.asarray(kind_of)[stage],
-        residuals={
-            name: SharedBuffers(
-                [getattr(kind.split, name) for kind in layers.kinds],
-                kind_of,
-                on_host=name in RESIDUALS_OF_F and setup.residuals == "host",
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """An action of a tick.
+
+    Args:
+      held: the weights.
+    """
+
+    fixed: Fixed
+    batch: Microbatches
+    held: Tree
+    action: Kind
+    cell: Cell
+
+    def of_layer(self, chunk: Index, layer: Index, kind: LayerKind) -> LayerWork:
+        """The part of a layer of this kind, counted within its chunk."""
+        cell = dataclasses.replace(self.cell, chunk=chunk)
+        return LayerWork(self.fixed, self.batch, self.held, self.action, cell, layer, kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWork(Work):
+    """One layer of an action, and what it may read.
+
+    Args:
+      layer: counted within the chunk.
+    """
+
+    layer: Index
+    kind: LayerKind
+
+    @property
+    def at(self) -> At:
+        """The layer's stage, chunk and number."""
+        return self.fixed.stage, self.cell.chunk, self.layer
+
+    def context(self) -> tuple[Batch, Key]:
+        """The microbatch's rows, and the layer's key."""
+        layer = self.fixed.first_layer[self.cell.chunk] + self.layer
+        return self.fixed.context(self.batch, self.cell.microbatch, layer)
+
+    def weights(self) -> tuple[list[Stored], Tree]:
+        """The layer's weights as they are stored, and what it shares with others, if anything."""
+        shared = self.held.outer[SHARED] if self.fixed.setup.shares else None
+        return self.fixed.weights.layer(self), shared
+
+    def params(self, weights: tuple[list[Stored], Tree]) -> LayerParams:
+        """Makes what the layer's function is given as its parameters, from its weights.
+
+        They have the parameters' dtypes, whatever the weights' are: a layer that casts them to what
+        it computes in compiles to no cast.
+        """
+        stored, shared = weights
+        example, parts = self.kind.example, []
+        for layout, one in zip(self.fixed.setup.layer_layouts, stored, strict=True):
+            leaves = layout.leaves_of(example)
+            whole = jax.tree.map(lambda w, leaf: w.astype(leaf.dtype), one, leaves)
+            parts.append(layout.unpack(whole, example))
+        own = functools.reduce(combine, parts)
+        return (own, shared) if self.fixed.setup.shares else own
+
+    def read(self, arrays: Sequence[Arrays], slot: Index = None) -> list[Stored]:
+        """The layer's part of the arrays of all layouts."""
+        return [
+            layout.read(one, layout.layer_at(self.at, self.kind.example, slot=slot))
+            for layout, one in zip(self.fixed.setup.layer_layouts, arrays, strict=True)
+        ]
+
+    def place(self, slot: Index = None) -> Tree:
+        """Finds where its trained parameters lie: among the stage's own, or in a slot of chunks."""
+        return self.fixed.params.layer_at(self.at, self.kind.example, slot=slot)
+
+    @property
+    def leaves(self) -> Leaves:
+        """Its trained parameters as they are stored, every array a `Leaf`."""
+        return self.fixed.params.leaves_of(self.kind.example)
+
+    def saved(self, carried: Carried, *names: str) -> list[list[jax.Array]]:
+        """Residuals of the layer, by these names."""
+        number, at = self.kind.number, self.at
+        return [
+            self.fixed.residuals[name].read(
+                carried.residuals[name], number, getattr(self.cell, name), at
             )
-            for name in RESIDUALS
-        },
-        messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
-        collector=collector,
-        weight=weight,
-    )
-    if not setup.table.together:
-        refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
-    return fixed
+            for name in names
+        ]
 
 
-def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> Iterator[str]:
-    """Names collectives of embedding and head, and of their backwards, for which stages that do not
-    run them would wait."""
-    setup, y = fixed.setup, fixed.layers.activations[fixed.layers.last]
-    head = "output" if setup.outputs else "head_loss"
-    for name, given in (("embed", ()), (head, (y,))):
-        function = getattr(setup.model, name)
-
-        def passes(
-            outer: OuterParams,
-            given: tuple[Activation, ...],
-            rows: Batch,
-            rng: Key,
-            function: Callable[..., Tree] = function,
-        ) -> Tree:
-            if not setup.trains:
-                return function(outer, *given, rows, rng)
-            trained, constant = fixed.divided(outer)
-
-            def run(trained: OuterParams, given: tuple[Activation, ...]) -> Activation:
-                result = function(combine(trained, constant), *given, rows, rng)
-                return losses.differentiated(result) if given else result
-
-            result, backward = jax.vjp(run, trained, given)
-            return backward(jax.tree.map(jnp.ones_like, result))
-
-        traced = jax.make_jaxpr(passes)(outer, given, rows, rng)
-        yield from barred(f"Model.{name}", collectives(traced.jaxpr), fixed.axes.stage)
+Pieces: TypeAlias = list[list[Stored]]
+"""Gathered pieces of a chunk, each of all layouts."""
 
 
-def layer_shapes(layout: Layout, layer: int) -> Shapes:
-    """Shapes of what a layer's function is given as its parameters, as far as they lie there."""
-    own = layout.layers.shape_of(layer)
-    if SHARED not in layout.outer:
-        return own
-    return own, jax.tree.map(Leaf.struct, layout.outer[SHARED])
+class WeightSource(abc.ABC):
+    """A source of the weights of actions; ``held`` is what the ticks carry for it.
+
+    Attributes:
+      gathers: whether it gathers chunks, as the table says.
+    """
+
+    gathers: ClassVar[bool] = False
+
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        """Shapes of its buffers, by name."""
+        return {}
+
+    def with_buffers(self, held: Tree, buffers: dict[str, Arrays]) -> Tree:
+        """Returns what is held, with its empty buffers."""
+        return held
+
+    def gather(self, fixed: Fixed, held: Tree, transfer: Transfer) -> Tree:
+        """Gathers a chunk before layers run; returns what is held then."""
+        return held
+
+    def moving(self, fixed: Fixed) -> Shapes:
+        """Shapes of what is on its way while layers run, and of what it is made from."""
+        return []
+
+    def start(self, fixed: Fixed, held: Tree, transfer: Transfer) -> Pieces:
+        """Begins to gather the pieces that move while a tick's layers run."""
+        raise NotImplementedError
+
+    def finish(self, fixed: Fixed, held: Tree, pieces: Pieces, transfer: Transfer) -> Tree:
+        """Stores these pieces; returns what is held then."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def layer(self, work: LayerWork) -> list[Stored]:
+        """A layer's weights as they are stored: those that are trained, then the others, if any."""
+
+    def outer(self, fixed: Fixed, held: Tree, phase: str, value: Tree) -> tuple[OuterParams, Tree]:
+        """Reads what a phase ("enter", "leave", "embed_gradient") needs of embedding and head.
+
+        It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""
+        return held.outer, value
 
 
-def _context(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
+Sums: TypeAlias = list[Stored]
+"""Sums of the pieces of a chunk, or what they are reduced to, this data shard's part."""
+
+
+class GradientSink(abc.ABC):
+    """A sink of gradients: sums them, reduces them or updates with them."""
+
+    @abc.abstractmethod
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        """Shapes of its buffers, by name: "gradients", the sums of layers, and what they become."""
+
+    def reduces(self, fixed: Fixed) -> bool:
+        """Whether it reduces chunks when the table says."""
+        return False
+
+    def finished(self, buffers: dict[str, Arrays]) -> Tree:
+        """Makes what finished gradients have become when nothing has run; ``buffers`` of zeros."""
+        return buffers.get("reduced")
+
+    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
+        """Adds the gradient of a layer, for one microbatch, to the sums of the chunk in a slot."""
+        place = work.place(work.cell.gradient)
+        return work.fixed.params.update(sums, place, widened(stored))
+
+    def add_outer(self, sums: Gradients, new: Gradients, phase: str) -> Gradients:
+        """Adds a microbatch's share of a phase to the sums of embedding and head."""
+        return jax.tree.map(jnp.add, sums, widened(new))
+
+    def before_layers(
+        self, fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
+    ) -> Carried:
+        """Prepares what is carried for the layers of a tick."""
+        return carried
+
+    def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
+        """Ends the layers' part of a tick: reduces the chunk whose sums leave their slot."""
+        return carried
+
+    def moving(self, fixed: Fixed) -> Shapes:
+        """Shapes of what is on its way while layers run, and of what it is made from."""
+        return []
+
+    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Sums]:
+        """Takes the sums of the pieces that a tick reduces while its layers run."""
+        raise NotImplementedError
+
+    def start(self, fixed: Fixed, sums: Sums) -> Sums:
+        """Reduces the pieces."""
+        raise NotImplementedError
+
+    def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
+        """Stores the reduced pieces."""
+        raise NotImplementedError
+
+    def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
+        """Ends a tick."""
+        return carried
+
+
+def context_of(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
     rows, rng, number = batch.at(i)
     return rows, layer_key(rng, microbatch=number, shard=shard, layer=layer)
 
 
-def _mean_scale(setup: Setup) -> float:
+def mean_scale(setup: Setup) -> float:
     """The cotangent of what is averaged over microbatches and the devices of a stage."""
     return 1 / (setup.table.schedule.num_microbatches * lax.axis_size(setup.layout.axes.peers))
 
 
-def _layer_losses(layers: Layers) -> list[Shapes]:
+def losses_of_layers(layers: Layers) -> list[Shapes]:
     """Shapes of the losses and metrics of all layers that have any."""
     found = [layers.kinds[number].split.loss for number in layers.kind_of]
     return [one for one in found if one is not None]
-
-
-def _leaving(
-    setup: Setup, layers: Layers, outer: OuterParams, y: Activation, rows: Batch, rng: Key
-) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
-    """`Fixed.collector` and `Fixed.weight`; raises ValueError for what head and layers may not
-    return."""
-    microbatches, model = setup.table.schedule.num_microbatches, setup.model
-    name = "output" if setup.outputs else "head_loss"
-    result = output_shapes(
-        f"Model.{name}",
-        lambda *args: jax.tree.map(jnp.asarray, getattr(model, name)(*args)),
-        giver="the last layer",
-        outer=outer,
-        x=y,
-        microbatch=rows,
-        rng=rng,
-    )
-    if setup.outputs:
-        check_output(result, rows)
-        return Outputs(result, microbatches), None
-    losses.check_head_loss(result)
-    of_layers = _layer_losses(layers)
-    losses.check_metrics_of_layers(of_layers, result)
-    weight = None
-    if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
-        weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
-    shapes = jax.eval_shape(losses.addable, result)
-    return Losses(shapes, microbatches, len(of_layers), setup.layout.axes), weight

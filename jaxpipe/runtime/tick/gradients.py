@@ -1,9 +1,8 @@
-"""What becomes of gradients: `Summed`, and reduced over data chunk by chunk."""
+"""Gradients `Summed` over microbatches, and reduced over data chunk by chunk."""
 
 from __future__ import annotations
 
-import abc
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,71 +13,11 @@ from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stage
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, LayerWork, Sums
 from jaxpipe.runtime.tick.pieces import pieces_of
-from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import rounded, widened
-from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored, Tree
-from jaxpipe.schedule.lowering.table import Row, Transfer
-
-Pieces: TypeAlias = list[Stored]
-"""Pieces of a chunk: their sums, or what they are reduced to, this data shard's part."""
-
-
-class GradientSink(abc.ABC):
-    """What becomes of gradients."""
-
-    @abc.abstractmethod
-    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        """Shapes of its buffers, by name: "gradients", the sums of layers, and what they become."""
-
-    def reduces(self, fixed: Fixed) -> bool:
-        """Whether it reduces chunks when the table says."""
-        return False
-
-    def finished(self, buffers: dict[str, Arrays]) -> Tree:
-        """What finished gradients have become when nothing has run; ``buffers`` of zeros."""
-        return buffers.get("reduced")
-
-    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
-        """The sums of the chunk in a slot with the gradient of a layer, for one microbatch."""
-        place = work.place(work.cell.gradient)
-        return work.fixed.params.update(sums, place, widened(stored))
-
-    def add_outer(self, sums: Gradients, new: Gradients, phase: str) -> Gradients:
-        """The sums of embedding and head with a microbatch's share of a phase."""
-        return jax.tree.map(jnp.add, sums, widened(new))
-
-    def before_layers(
-        self, fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
-    ) -> Carried:
-        """Prepares what is carried for the layers of a tick."""
-        return carried
-
-    def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
-        """What the layers' part of a tick ends with: the chunk whose sums leave their slot."""
-        return carried
-
-    def moving(self, fixed: Fixed) -> Shapes:
-        """Shapes of what is on its way while layers run, and of what it is made from."""
-        return []
-
-    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
-        """Takes the sums of the pieces that a tick reduces while its layers run."""
-        raise NotImplementedError
-
-    def start(self, fixed: Fixed, sums: Pieces) -> Pieces:
-        """The pieces, reduced."""
-        raise NotImplementedError
-
-    def finish(self, fixed: Fixed, carried: Carried, pieces: Pieces, transfer: Transfer) -> Carried:
-        """What is carried once they are there."""
-        raise NotImplementedError
-
-    def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
-        """What a tick ends with."""
-        return carried
+from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored
+from jaxpipe.schedule.lowering.table import Transfer
 
 
 class Summed(GradientSink):
@@ -139,7 +78,7 @@ class Summed(GradientSink):
         return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
 
     @jax.named_scope("reduce")
-    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Pieces]:
+    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Sums]:
         params, sums, pieces = fixed.params, carried.gradients, []
         reduces = fixed.table.reduces
         leaves = share_of(params.piece, reduces.shares)
@@ -158,11 +97,11 @@ class Summed(GradientSink):
         return carried.but(gradients=sums), pieces
 
     @jax.named_scope("reduce")
-    def start(self, fixed: Fixed, sums: Pieces) -> Pieces:
+    def start(self, fixed: Fixed, sums: Sums) -> Sums:
         return [self._reduced(fixed, total, fixed.table.reduces.shares) for total in sums]
 
     @jax.named_scope("store_reduced")
-    def finish(self, fixed: Fixed, carried: Carried, pieces: Pieces, transfer: Transfer) -> Carried:
+    def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
         name = "gradients" if self._in_place else "finished"
         arrays = getattr(carried, name)
 
@@ -220,7 +159,7 @@ class Summed(GradientSink):
 
     def _reduced(self, fixed: Fixed, total: Stored, shares: int) -> Stored:
         leaves = share_of(fixed.params.piece, shares)
-        return reduce_gradients(total, leaves, fixed.axes, zero=fixed.setup.zero)
+        return reduce_gradients(total, leaves, fixed.axes, zero=fixed.setup.options.zero)
 
     def _put(
         self,
@@ -253,5 +192,5 @@ def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:
         outer = outer | {SHARED: jax.tree.map(jnp.add, outer[SHARED], of_layers)}
     if not together:  # stages have summed some each
         outer = reduce_over_stages(outer, leaves, axes)
-    outer = reduce_gradients(outer, leaves, axes, zero=setup.zero)
+    outer = reduce_gradients(outer, leaves, axes, zero=setup.options.zero)
     return rounded(outer, leaves)

@@ -1,7 +1,8 @@
-"""What a tick does with layers: F, B, BW and W of its cells.
+"""The layers of a tick: F, B, BW and W of its cells.
 
 A tick runs up to four loops over layers, each over those of its cell, so that an idle stage runs
-none. Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
+none. Where a schedule overlaps a forward with a backward, one more loop may run a layer of each per
+turn (`Fixed.pairs`). Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
 which runs the ticks and moves what comes out of these loops.
 
 Rules that keep it fast and correct:
@@ -14,45 +15,58 @@ Rules that keep it fast and correct:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxpipe.runtime.barriers import run_if, tie, tie_to_smallest
+from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.messages import INBOX
+from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Work
+from jaxpipe.runtime.tick.messages import INBOX, Inboxes
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.stamps import behind
-from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Parts, Row
+from jaxpipe.schedule.lowering.table import BodyParts, Row
 
 
 class Through(NamedTuple):
-    """What goes through a loop over layers.
+    """Values that go through a loop over layers.
 
     Args:
-      message: the activation or cotangent that layers hand on; nothing in W.
       carried: what the tick carries, without weights, finished gradients and messages on their
         way. Where every layer has arrays of its own for gradient sums, those of one layer alone.
         Inboxes are a part of it because XLA copies those that do not pass through the loops where
         they are written.
+      messages: the activations or cotangents that layers hand on, by the inbox they came from.
     """
 
     carried: Carried
-    message: Message
+    messages: Inboxes
 
     def but(self, **changes: Any) -> Through:
         """A copy with these fields of what is carried changed."""
         return self._replace(carried=self.carried.but(**changes))
+
+    def arriving(self, work: Work) -> Through:
+        """A copy with the message that an action begins with, if there is none yet."""
+        name = INBOX.get(work.action)
+        if name is None or name in self.messages:
+            return self
+        message = at_slot(self.carried.inboxes[name], work.cell.inbox)
+        return self._replace(messages=self.messages | {name: message})
+
+    def handing(self, action: Kind, message: Message) -> Through:
+        """A copy with the message that an action's layer hands on."""
+        return self._replace(messages=self.messages | {INBOX[action]: message})
 
 
 def run_cells(
@@ -60,60 +74,117 @@ def run_cells(
     batch: Microbatches,
     carried: Carried,
     row: Row,
-    parts: Parts,
+    parts: BodyParts,
 ) -> tuple[Carried, dict[Kind, Message]]:
     """Runs the cells of a tick's parts; also returns what F and the backward have produced, to be
     sent."""
-    outputs: dict[Kind, Message] = {}
-    through = Through(carried.but(weights=None, sent={}, finished=None), [])
-    for action in fixed.table.passes:
-        if not parts.has(action):
-            continue
-        cell = row.cells[action]
-        work = Work(fixed, batch, carried.weights, action, cell)
-        if action is Kind.W:
-            through, outputs = run_layers(work, through._replace(message=[]), outputs)
-            continue
-        inbox = through.carried.inboxes[INBOX[action]]
-        through = through._replace(message=at_slot(inbox, cell.inbox))
-        through, outputs = run_layers(work, through, outputs)
-        message = through.message
-        if fixed.setup.poison:
-            message = [jnp.where(cell.layers > 0, w, jnp.nan) for w in message]
-        outputs = outputs | {Kind.F if action is Kind.F else Kind.B: message}
+    works = {
+        action: Work(fixed, batch, carried.weights, action, row.cells[action])
+        for action in fixed.table.passes
+        if parts.has(action)
+    }
+    through = Through(carried.but(weights=None, sent={}, finished=None), {})
+    done: Index = 0
+    for kind in fixed.pairs if parts.forward and parts.backward else ():
+        through, turns = _run_pairs(works, kind, through)
+        done = done + turns
+    for work in works.values():
+        through = run_layers(work, through.arriving(work), done)
+    messages = through.messages
+    if fixed.setup.options.poison:
+        for action, work in works.items():
+            if name := INBOX.get(action):
+                message = [jnp.where(work.cell.layers > 0, w, jnp.nan) for w in messages[name]]
+                messages = messages | {name: message}
+    outputs = {kind: messages[INBOX[kind]] for kind in (Kind.F, Kind.B) if INBOX[kind] in messages}
     passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
     return through.carried.but(**passed), outputs
 
 
-def run_layers(
-    work: Work, through: Through, outputs: dict[Kind, Message]
-) -> tuple[Through, dict[Kind, Message]]:
-    """Runs the layers of a cell, last first if it is a backward.
+def _run_pairs(works: dict[Kind, Work], kind: Kind, through: Through) -> tuple[Through, Index]:
+    """Runs a layer of F and one of a backward of this kind per turn, in a tick that overlaps them.
+
+    F does not depend on the backward beside it, so what either communicates is hidden by matmuls of
+    the other. F comes last, since it writes residuals: the backward would wait to read them. On
+    CPUs, which hide nothing, collectives need an order instead.
+
+    Returns:
+      What goes through the loop, and the number of layers that have run of each.
+    """
+    backward, forward = _overlapped(works, kind), works[Kind.F]
+    fixed, device = forward.fixed, lax.axis_index(forward.fixed.axes.names)
+
+    def body(
+        backwards: tuple[Index, Index], forwards: tuple[Index, Index], sums: Arrays, rest: Through
+    ) -> tuple[Arrays, Through]:
+        through, beside = _run_layer(backward, *backwards, rest.but(gradients=sums)), forward
+        if not fixed.setup.overlaps:
+            given = forward.cell, through.messages
+            cell, messages = after(through.carried, given, device)
+            beside = dataclasses.replace(forward, cell=cell)
+            through = through._replace(messages=messages)
+        through = _run_layer(beside, *forwards, through)
+        return through.carried.gradients, through.but(gradients=None)
+
+    through = through.arriving(backward).arriving(forward)
+    sums, through = through.carried.gradients, through.but(gradients=None)
+    spans = [(work.cell.chunk, work.cell.layers) for work in (backward, forward)]
+    with jax.named_scope(f"{kind.name}_F"):
+        sums, through, turns = fixed.params.loop_pairs(
+            spans[0], spans[1], fixed.pairs[kind], body, sums, through
+        )
+    return through.but(gradients=sums), turns
+
+
+def _overlapped(works: dict[Kind, Work], kind: Kind) -> Work:
+    """The backward of this kind that a tick may overlap with F: without layers if there is none.
+
+    Where a schedule splits some backwards, any other is B and W in one tick.
+    """
+    if Kind.BW in works:
+        return works[Kind.BW]
+    b, w = works[Kind.B], works[Kind.W].cell
+    if kind is Kind.B:
+        layers = jnp.where(w.layers > 0, 0, b.cell.layers)
+        return dataclasses.replace(b, cell=dataclasses.replace(b.cell, layers=layers))
+    cell = dataclasses.replace(
+        b.cell,
+        layers=jnp.minimum(b.cell.layers, w.layers),
+        until_w=w.until_w,
+        gradient=w.gradient,
+    )
+    return dataclasses.replace(b, action=kind, cell=cell)
+
+
+def run_layers(work: Work, through: Through, done: Index = 0) -> Through:
+    """Runs the layers of a cell, last first if it is a backward, without the first that are done.
 
     The output of earlier loops of the tick goes through this loop: sent before it, a message would
     make a stage that has nothing to send wait for one that has.
     """
 
-    def body(chunk: Index, layer: Index, sums: Arrays, rest: Any) -> tuple[Arrays, Any]:
-        through, outputs = rest
-        through = _run_layer(work, chunk, layer, through.but(gradients=sums))
-        through, outputs = tie(through, outputs)
-        return through.carried.gradients, (through.but(gradients=None), outputs)
+    def body(chunk: Index, layer: Index, sums: Arrays, rest: Through) -> tuple[Arrays, Through]:
+        through = _run_layer(work, chunk, layer, rest.but(gradients=sums))
+        carried, messages = tie(through.carried, through.messages)
+        return carried.gradients, Through(carried.but(gradients=None), messages)
 
-    lo, stamps = jnp.int32(0), work.fixed.setup.stamps
+    lo, hi, stamps = jnp.int32(0), work.cell.layers, work.fixed.setup.stamps
+    stamped = work.action, work.cell, work.fixed.axes
     if stamps is not None:
-        lo = lo + stamps.take(work, (through.message, outputs, work.held))
-    span = work.cell.chunk, lo, work.cell.layers
-    sums, rest = through.carried.gradients, (through.but(gradients=None), outputs)
+        lo = lo + stamps.take(*stamped, (through.messages, work.held))
+    if work.action.is_forward:
+        lo = lo + done
+    else:
+        hi = hi - done
+    span = work.cell.chunk, lo, hi
+    sums, through = through.carried.gradients, through.but(gradients=None)
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
-        sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
-    through, outputs = rest
+        sums, through = work.fixed.params.loop(span, body, sums, through, down=down)
     if stamps is not None:
-        came = stamps.take(work, (through.message, sums))
-        through = through._replace(message=behind(came, through.message))
-        outputs = behind(came, outputs)
-    return through.but(gradients=sums), outputs
+        came = stamps.take(*stamped, (through.messages, sums))
+        through = through._replace(messages=behind(came, through.messages))
+    return through.but(gradients=sums)
 
 
 def _run_layer(work: Work, chunk: Index, layer: Index, through: Through) -> Through:
@@ -131,7 +202,7 @@ def _run_layer(work: Work, chunk: Index, layer: Index, through: Through) -> Thro
 def _forward(work: LayerWork, through: Through) -> Through:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
-    weights, message = tie(work.weights(), through.message)
+    weights, message = tie(work.weights(), through.messages[INBOX[work.action]])
     args = work.params(weights), fixed.activation(message, kind.x), *work.context()
     state = _layer_state(work, through)
     if fixed.setup.trains and work.action is fixed.setup.leaves:
@@ -145,14 +216,14 @@ def _forward(work: LayerWork, through: Through) -> Through:
     if isinstance(y, WithLoss):
         through = _add_loss(through, y.loss) if work.action is Kind.F else through
         y = y.x
-    return through._replace(message=fixed.message(message, kind.y, y))
+    return through.handing(work.action, fixed.message(message, kind.y, y))
 
 
 def _backward(work: LayerWork, through: Through) -> Through:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
     read = work.weights(), *work.saved(through.carried, "until_b", "until_w")
-    (weights, *residuals), message = tie(read, through.message)
+    (weights, *residuals), message = tie(read, through.messages[INBOX[work.action]])
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dx, rest = run(
         work.params(weights),
@@ -161,7 +232,7 @@ def _backward(work: LayerWork, through: Through) -> Through:
         *work.context(),
     )
     keep = _add_gradient(work, through, rest) if fused else _save(work, through, crossing=rest)
-    return keep._replace(message=fixed.message(message, kind.x, dx))
+    return keep.handing(work.action, fixed.message(message, kind.x, dx))
 
 
 def _backward_weights(work: LayerWork, through: Through) -> Through:

@@ -21,11 +21,11 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.carried import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Edges, Parts, Row, TickTable
+from jaxpipe.schedule.lowering.table import BodyParts, Edges, Row, TickTable
 
 Inboxes: TypeAlias = dict[str, Message]
 
-INBOX = {Kind.F: "x", Kind.B: "dy", Kind.BW: "dy"}
+INBOX = {Kind.F: "x", Kind.R: "x", Kind.B: "dy", Kind.BW: "dy"}
 """The buffer in which the input of an action waits, by its kind."""
 
 
@@ -35,7 +35,7 @@ def send(message: Message, edges: Edges, axes: Axes) -> Message:
 
 
 def send_late(
-    table: TickTable, parts: Parts, sent: dict[Kind, Message], axes: Axes
+    table: TickTable, parts: BodyParts, sent: dict[Kind, Message], axes: Axes
 ) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run."""
     return [
@@ -81,7 +81,7 @@ def exchange(
 def _exchanged(
     table: TickTable, exchange: Index, outputs: dict[Kind, Message], axes: Axes
 ) -> tuple[dict[int, Message], Index]:
-    """What this stage receives in an exchange of the table, by the number of the channel; and zero.
+    """Exchanges; returns what this stage receives, by the number of the channel, and zero.
 
     Messages alone pass through the branches: XLA copies whatever does. Zero is computed in them,
     because XLA for GPUs starts a message only when the one before has arrived, in a branch that has

@@ -1,4 +1,4 @@
-"""Where the rows and the key of a microbatch come from."""
+"""Sources of a microbatch's rows and key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxpipe.runtime.types import Batch, Index, Key
 
 
 class Microbatches(Protocol):
-    """Where the rows and the key of a microbatch come from."""
+    """Sources of a microbatch's rows and key."""
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
         """A microbatch's rows, the key of its step, and its number within the step."""

@@ -11,15 +11,15 @@ from jaxpipe.runtime.types import Span
 from jaxpipe.schedule.lowering.table import NONE, Transfer, Transfers
 
 
-class Piece(NamedTuple):
-    """What moves: a span of one piece, or of none, and which share of it, if not all."""
+class MovedPiece(NamedTuple):
+    """A span of one piece that moves, or of none, and the share of it, if not all."""
 
     span: Span
     share: Share | None
 
 
-def pieces_of(transfers: Transfers, transfer: Transfer) -> list[Piece]:
-    """What a stage moves in a tick.
+def pieces_of(transfers: Transfers, transfer: Transfer) -> list[MovedPiece]:
+    """Lists what a stage moves in a tick.
 
     All stages take part in a transfer, since a loop would keep it from running beside layers; one
     that has nothing to move reads zeros, and writes nothing.
@@ -30,5 +30,5 @@ def pieces_of(transfers: Transfers, transfer: Transfer) -> list[Piece]:
     for first in (transfer.piece + n for n in range(transfers.group)):
         number = first // of
         share = None if of == 1 else Share(first % of, of)
-        found.append(Piece((chunk, number, number + count), share))
+        found.append(MovedPiece((chunk, number, number + count), share))
     return found

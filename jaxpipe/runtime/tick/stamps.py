@@ -1,4 +1,4 @@
-"""When a device runs which layers: times that the host notes while a step runs.
+"""Times at which a device runs layers, noted by the host while a step runs.
 
 A stamp is a call from the device to the host. It is tied to what the cell reads and gives, so that
 the cell's layers run between its two stamps and nothing else does; without `Setup.stamps` a program
@@ -18,13 +18,14 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxpipe.runtime.barriers import run_if
-from jaxpipe.runtime.tick.work import Work
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Index, Tree
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.lowering.table import Cell
 
 
 class Stamp(NamedTuple):
-    """What one stage begins or ends: a chunk's action."""
+    """A begin or an end of a chunk's action on one stage."""
 
     stage: int
     kind: Kind
@@ -42,16 +43,16 @@ class Stamps:
 
     taken: list[Stamp] = dataclasses.field(default_factory=list)
 
-    def take(self, work: Work, ready: Tree) -> Index:
+    def take(self, kind: Kind, cell: Cell, axes: Axes, ready: Tree) -> Index:
         """Stamps a cell once ``ready`` is there, and returns 0 after that; 0 if it is empty."""
-        cell, first = work.cell, lax.axis_index(work.fixed.axes.peers) == 0
-        place = work.fixed.stage, cell.chunk, cell.microbatch
+        first = lax.axis_index(axes.peers) == 0
+        place = lax.axis_index(axes.stage), cell.chunk, cell.microbatch
 
         def note(told: np.ndarray) -> np.int32:
             seconds = time.perf_counter()
             is_first, stage, chunk, microbatch, _ = np.asarray(told).tolist()
             if is_first:
-                self.taken.append(Stamp(stage, work.action, chunk, microbatch, seconds))
+                self.taken.append(Stamp(stage, kind, chunk, microbatch, seconds))
             return np.int32(0)
 
         def call(_: Index) -> Index:

@@ -1,31 +1,25 @@
-"""Where the weights of an action come from: `Resident`, or `Gathered` from all data shards."""
+"""Sources of weights: `Resident`, or `Gathered` from all data shards."""
 
 from __future__ import annotations
 
-import abc
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.barriers import tie
+from jaxpipe.runtime.barriers import Carry, tie
 from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share, share_of
-from jaxpipe.runtime.tick.fixed import Fixed, Setup
+from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Pieces, Setup, WeightSource
 from jaxpipe.runtime.tick.pieces import pieces_of
-from jaxpipe.runtime.tick.work import LayerWork
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
-
-Carry = TypeVar("Carry")
-
-Pieces: TypeAlias = list[list[Stored]]
-"""Gathered pieces of a chunk, each of all layouts."""
 
 
 class Held(NamedTuple):
@@ -43,55 +37,11 @@ class Held(NamedTuple):
     copies: Sequence[Arrays] = ()
 
 
-class WeightSource(abc.ABC):
-    """Where the weights of an action come from; ``held`` is what the ticks carry for it.
-
-    Attributes:
-      gathers: whether it gathers chunks, as the table says.
-    """
-
-    gathers: ClassVar[bool] = False
-
-    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        """Shapes of its buffers, by name."""
-        return {}
-
-    def with_buffers(self, held: Any, buffers: dict[str, Arrays]) -> Any:
-        """What is held, with its empty buffers."""
-        return held
-
-    def gather(self, fixed: Fixed, held: Any, transfer: Transfer) -> Any:
-        """What is held after a chunk is gathered, before layers run."""
-        return held
-
-    def moving(self, fixed: Fixed) -> Shapes:
-        """Shapes of what is on its way while layers run, and of what it is made from."""
-        return []
-
-    def start(self, fixed: Fixed, held: Any, transfer: Transfer) -> Pieces:
-        """The pieces that a tick gathers while its layers run."""
-        raise NotImplementedError
-
-    def finish(self, fixed: Fixed, held: Any, pieces: Pieces, transfer: Transfer) -> Any:
-        """What is held once they are there."""
-        raise NotImplementedError
-
-    @abc.abstractmethod
-    def layer(self, work: LayerWork) -> list[Stored]:
-        """A layer's weights as they are stored: those that are trained, then the others, if any."""
-
-    def outer(self, fixed: Fixed, held: Any, phase: str, value: Tree) -> tuple[OuterParams, Tree]:
-        """What a phase ("enter", "leave", "embed_gradient") reads of embedding and head.
-
-        It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""
-        return held.outer, value
-
-
 class Resident(WeightSource):
     """Every data shard has its stage's weights whole."""
 
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
-        """What is held when a step begins, without its buffers."""
+        """Makes what is held when a step begins, without its buffers."""
         copies = () if setup.compute is None else _cast(setup, layers)
         return Held(layers, _joined(setup, outers), copies)
 
@@ -111,7 +61,7 @@ class Gathered(WeightSource):
     gathers = True
 
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
-        """As of `Resident`."""
+        """Makes what is held, as `Resident.hold` does, of gathered embedding and head."""
         whole = [
             gather(outer, layout.outer, layout.axes)
             for outer, layout in zip(outers, setup.layouts, strict=True)
@@ -160,7 +110,7 @@ class Gathered(WeightSource):
                 nothing: Arrays,
                 shards: list[Stored],
                 share: Share | None = share,
-            ) -> Any:
+            ) -> Tree:
                 at = fixed.stage, chunk, number
                 return nothing, self._shards(fixed, held, at, share, shards)[0]
 
@@ -181,9 +131,9 @@ class Gathered(WeightSource):
                 number: Index,
                 slot: Arrays,
                 one: Stored,
-                layout: Any = layout,
+                layout: LayerLayout = layout,
                 share: Share | None = share,
-            ) -> Any:
+            ) -> Tree:
                 at = (fixed.stage, chunk, number)
                 place = layout.piece_at(at, slot=transfer.slot, share=share)
                 return layout.write(slot, place, one), one
@@ -223,7 +173,7 @@ class Gathered(WeightSource):
 
 
 def _joined(setup: Setup, outers: list[OuterParams]) -> OuterParams:
-    """What belongs to no single layer, as stages compute with it."""
+    """Joins what belongs to no single layer, as stages compute with it."""
     if not setup.table.together:
         outers = [
             gather_over_stages(outer, layout.outer, layout.axes)

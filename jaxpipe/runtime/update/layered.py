@@ -8,7 +8,7 @@ weights at once, so that only the gradients of chunks in work are kept: one, or 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.gradients import GradientSink, reduced_outer
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
+from jaxpipe.runtime.tick.gradients import reduced_outer
 from jaxpipe.runtime.trees import rounded
 from jaxpipe.runtime.types import (
     Arrays,
@@ -28,6 +28,7 @@ from jaxpipe.runtime.types import (
     Placed,
     Shapes,
     Stored,
+    Tree,
 )
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.runtime.update.per_unit import with_stages, without_stages
@@ -35,7 +36,7 @@ from jaxpipe.schedule.lowering.table import NONE, Transfer
 
 
 class Updating(NamedTuple):
-    """What a step that updates its weights carries beside them.
+    """Values that a step which updates its weights carries beside them.
 
     Args:
       layers: the layers' part of the components of the optimizer's state.
@@ -46,7 +47,7 @@ class Updating(NamedTuple):
 
     layers: list[Arrays]
     others: list[OuterParams]
-    rest: list[Any]
+    rest: list[Tree]
     outer: OuterParams
 
 
@@ -57,7 +58,7 @@ class Applied(GradientSink):
         self._optimizer = optimizer
 
     def begin(self, placed: Placed, state: OptimizerState) -> Updating:
-        """What is carried when the step begins."""
+        """Makes what is carried when the step begins."""
         components, rest = self._optimizer.state.split(state)
         layers = [without_stages(component)["layers"] for component in components]
         return Updating(layers, list(map(outer_of, components)), rest, outer_of(placed))
@@ -71,10 +72,12 @@ class Applied(GradientSink):
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         """Updates a chunk whose gradient is complete; nothing reads it again."""
         params, updating = fixed.params, carried.finished
-        step, zero = self._optimizer.step, fixed.setup.zero
+        step, zero = self._optimizer.step, fixed.setup.options.zero
         shared = step.share(updating.rest)
 
-        def body(chunk: Index, layer: Index, sums: Arrays, kept: list[Arrays]) -> tuple[Any, Any]:
+        def body(
+            chunk: Index, layer: Index, sums: Arrays, kept: list[Arrays]
+        ) -> tuple[Arrays, list[Arrays]]:
             at = fixed.stage, chunk, layer
 
             def gradient(example: int) -> Stored:

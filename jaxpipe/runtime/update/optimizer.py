@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,16 +79,21 @@ class PlacedOptimizer:
 
     def _cut(self, function: Callable[..., Tree], args: dict[str, Shapes]) -> PerUnit:
         # From ZeRO-1 to 2 data shards have whole the weights that they update in part.
-        whole = [list(args).index("params")] if self._zero in (1, 2) else []
+        replicated = [list(args).index("params")] if self._zero in (1, 2) else []
+        sharded = self._zero >= 1
         with _explained():
-            return PerUnit(function, args, self._params, sharded=self._zero >= 1, whole=whole)
+            return PerUnit(function, args, self._params, sharded=sharded, replicated=replicated)
 
     @cached_property
     def step(self) -> PerUnit:
         """``(grads, params, state, scale, extra) -> (params, state)``, unit by unit."""
 
         def step(
-            grads: Gradients, params: Params, state: OptimizerState, scale: Any, extra: Any
+            grads: Gradients,
+            params: Params,
+            state: OptimizerState,
+            scale: jax.Array | None,
+            extra: Tree,
         ) -> tuple[Params, OptimizerState]:
             updates, state = self._optimizer.update(grads, state, params, **(extra or {}))
             if scale is not None:
@@ -116,11 +120,11 @@ class PlacedOptimizer:
 
     @cached_property
     def shardings(self) -> Shardings:
-        """Those of the state while it is updated."""
+        """Shardings of the state while it is updated."""
         return self.state.shardings(sharded=self._zero >= 1)
 
     @cached_property
-    def program(self) -> Callable[..., Any]:
+    def program(self) -> Callable[..., Tree]:
         """`update`, jitted as `jaxpipe.runtime.programs.make` says."""
         return jax.jit(self._update, inline=True)
 

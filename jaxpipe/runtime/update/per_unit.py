@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,69 +23,70 @@ from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.layer_layout import Piece
-from jaxpipe.runtime.layout.parts import Part, communicate
+from jaxpipe.runtime.layout.parts import DevicePart, communicate
 from jaxpipe.runtime.layout.tree_layout import TreeLayout
 from jaxpipe.runtime.layout.whole_model import Layout, outer_of
 from jaxpipe.runtime.types import Arrays, At, Index, Placed, Shapes, Stored, Tree
-from jaxpipe.runtime.update.run_parts import own, run_parts, whole
+from jaxpipe.runtime.update import run_parts
 from jaxpipe.runtime.update.units import Slice, Units
 
 
-class _Kind(NamedTuple):
-    """Units that compute the same in one round: layers, or the embedding.
+class _Group(NamedTuple):
+    """Units whose programs are equal, in one round: layers, or the embedding.
 
     Args:
       pieces: what is stored for a unit, of every component.
       slices: the program of every unit; the first one's is run.
       example: the first layer, if they are layers.
-      numbers: for every row, its layer's number within the kind; -1 if it is none of these.
+      index_in_group: for every row, its layer's index in the group; -1 if it is none of these.
     """
 
     pieces: Sequence[Piece]
     slices: Sequence[Slice]
     example: int = 0
-    numbers: np.ndarray = np.zeros(())
+    index_in_group: np.ndarray = np.zeros(())
 
     @property
     def program(self) -> Slice:
         return self.slices[0]
 
-    def number_at(self, at: At) -> jax.Array:
-        return jnp.asarray(self.numbers)[at]
-
-    def env(self, number: Index, env: Env) -> Env:
+    def env(self, index: Index, env: Env) -> Env:
         """The environment of a layer, whose variables may be others than the first one's."""
-        columns = zip(*(each.shared for each in self.slices), strict=True)
+        columns = zip(*(program.shared for program in self.slices), strict=True)
         differ = [column for column in columns if len(set(column)) > 1]
-        return env | {column[0]: jnp.stack([env[v] for v in column])[number] for column in differ}
+        return env | {column[0]: jnp.stack([env[v] for v in column])[index] for column in differ}
 
 
-def _kinds(pieces: Sequence[Piece], slices: Sequence[Slice], rows: np.ndarray) -> list[_Kind]:
+def _grouped(pieces: Sequence[Piece], slices: Sequence[Slice], rows: np.ndarray) -> list[_Group]:
     """Sorts layers by what they compute."""
     layers_of: dict[str, list[int]] = {}
     for n, program in enumerate(slices):
         layers_of.setdefault(program.signature(), []).append(n)
-    kinds = []
+    groups = []
     for layers in layers_of.values():
-        numbers = np.full(len(slices) + 1, -1, np.int32)  # the last is of rows without a layer
-        numbers[layers] = range(len(layers))
-        kinds.append(_Kind(pieces, [slices[n] for n in layers], layers[0], numbers[rows]))
-    return kinds
+        index = np.full(len(slices) + 1, -1, np.int32)  # the last is of rows without a layer
+        index[layers] = range(len(layers))
+        groups.append(_Group(pieces, [slices[n] for n in layers], layers[0], index[rows]))
+    return groups
 
 
 class PerUnit:
-    """A function of trees of components, run unit by unit.
+    """A function of trees, run unit by unit.
 
-    The components of the result replace those of the arguments but the first. In the methods, a
-    *component* is this device's part of one, and ``env`` is what units share.
+    The arguments flatten to a list of *components* (each shaped like the parameters) and a *rest*
+    of leaves that belong to no parameter. Component 0 is only read. The function must return
+    components 1, 2, ... again, in the same order and with the same shapes, as in ``(grads, params,
+    state) -> (params, state)``. In the methods a component is this device's part of it; ``env``
+    holds the values that all units share. Units and rounds: `jaxpipe.runtime.update.units`; why:
+    docs/design/004-optimizers.md.
 
     Args:
       function: of trees of arrays, whose components have one tree per layer.
       args: shapes of its arguments, by name.
       params: where the parameters lie.
       sharded: whether data shards split every array.
-      whole: components, by number, that every data shard has whole although the shards split their
-        work.
+      replicated: components, by number, that every data shard has whole although the shards split
+        their work.
 
     Attributes:
       result_shapes: of the function's result.
@@ -102,24 +103,24 @@ class PerUnit:
         params: Layout,
         *,
         sharded: bool,
-        whole: Collection[int] = (),
+        replicated: Collection[int] = (),
     ) -> None:
         self._units = units = Units(function, args, lambda tree: TreeLayout(tree, params).units)
         self.result_shapes, self.mixes = units.result, units.mixes
         self._params, self._axes = params, params.axes
-        self._sharded, self._whole = sharded, whole
+        self._sharded, self._replicated = sharded, replicated
         trees = [TreeLayout(arg, params) for arg in args.values()]
         self._components = [layout for tree in trees for layout in tree.components]
-        self._layouts = [component.layers for component in self._components]
+        self._layer_layouts = [component.layers for component in self._components]
         layers = [units.slices(n) for n in range(params.num_layers)]
         outer = {name: units.slices(name) for name in params.outer}
-        # By round.
-        self._layers = [
-            _kinds(self._layouts, slices, params.rows) for slices in zip(*layers, strict=True)
+        self._layer_groups = [  # [round][group]
+            _grouped(self._layer_layouts, slices, params.rows)
+            for slices in zip(*layers, strict=True)
         ]
         pieces = {name: [Piece(c.outer[name]) for c in self._components] for name in outer}
-        self._outer = [
-            {name: _Kind(pieces[name], [slices[n]]) for name, slices in outer.items()}
+        self._outer_groups = [  # [round][name]; round -1 gives results
+            {name: _Group(pieces[name], [slices[n]]) for name, slices in outer.items()}
             for n in range(units.rounds + 1)
         ]
         slices = itertools.chain(*layers, *outer.values())
@@ -131,7 +132,7 @@ class PerUnit:
         """What units share before any has given a scalar, from the arguments' leaves that belong
         to no parameter."""
         env = self._units.consts | dict(zip(self._units.inputs, rest, strict=True))
-        return jaxprs.run(self._of_all[0], env)
+        return jaxprs.run_eqns(self._of_all[0], env)
 
     def rest(self, env: Env) -> list[jax.Array]:
         """The leaves of the result that belong to no parameter."""
@@ -139,42 +140,41 @@ class PerUnit:
 
     # One unit, of what is stored for it of every component.
 
-    def _own(self, kind: _Kind, stored: Sequence[Stored]) -> list[Stored]:
+    def _take_shards(self, group: _Group, stored: Sequence[Stored]) -> list[Stored]:
         """This data shard's part, of what it may have whole."""
-        return [
-            own_shard(arrays, piece.leaves_of(kind.example), self._axes)
-            if c in self._whole
-            else arrays
-            for c, (piece, arrays) in enumerate(zip(kind.pieces, stored, strict=True))
-        ]
+        shards = list(stored)
+        for c in self._replicated:
+            shards[c] = own_shard(stored[c], group.pieces[c].leaves_of(group.example), self._axes)
+        return shards
 
     def _run_unit(
-        self, kind: _Kind, owned: Sequence[Stored], env: Env
-    ) -> tuple[list[list[Part]], list[Any]]:
+        self, group: _Group, owned: Sequence[Stored], env: Env
+    ) -> tuple[list[list[DevicePart]], list[Tree]]:
         """This device's parts of all arrays, and what the unit computes, whole or in parts."""
-        program = kind.program
+        program = group.program
         parts = [
-            piece.parts(arrays, kind.example, self._axes, sharded=self._sharded)
-            for piece, arrays in zip(kind.pieces, owned, strict=True)
+            piece.parts(arrays, group.example, self._axes, sharded=self._sharded)
+            for piece, arrays in zip(group.pieces, owned, strict=True)
         ]
         inputs = zip(program.inputs, itertools.chain(*parts), strict=True)
-        env = run_parts(program.eqns, env | dict(inputs))
+        env = run_parts.run_on_parts(program.eqns, env | dict(inputs))
         return parts, jaxprs.values(program.targets, env)
 
-    def _scalars(self, kind: _Kind, stored: Sequence[Stored], env: Env) -> list[jax.Array]:
+    def _scalars(self, group: _Group, stored: Sequence[Stored], env: Env) -> list[jax.Array]:
         """Computes the scalars that a unit gives to all others."""
-        return list(map(whole, self._run_unit(kind, self._own(kind, stored), env)[1]))
+        _, targets = self._run_unit(group, self._take_shards(group, stored), env)
+        return list(map(run_parts.whole, targets))
 
-    def _renew(self, kind: _Kind, stored: Sequence[Stored], env: Env) -> list[Stored]:
+    def _renew(self, group: _Group, stored: Sequence[Stored], env: Env) -> list[Stored]:
         """Runs a unit; returns its arrays of every component but the first."""
-        owned, results = self._own(kind, stored), []
-        parts, targets = self._run_unit(kind, owned, env)
-        values = iter(targets)
-        for c, piece in list(enumerate(kind.pieces))[1:]:
-            new = [own(next(values), old.cut).astype(old.value.dtype) for old in parts[c]]
-            arrays = piece.of_parts(new, owned[c], kind.example, self._axes, sharded=self._sharded)
-            if c in self._whole:
-                arrays = gather(arrays, piece.leaves_of(kind.example), self._axes)
+        owned = self._take_shards(group, stored)
+        parts, targets = self._run_unit(group, owned, env)
+        values, results = iter(targets), []
+        for c, piece in list(enumerate(group.pieces))[1:]:
+            new = [run_parts.own(next(values), old.cut).astype(old.value.dtype) for old in parts[c]]
+            arrays = piece.of_parts(new, owned[c], group.example, self._axes, sharded=self._sharded)
+            if c in self._replicated:
+                arrays = gather(arrays, piece.leaves_of(group.example), self._axes)
             results.append(arrays)
         return results
 
@@ -183,7 +183,7 @@ class PerUnit:
     def part(self, name: str, given: Sequence[Tree], env: Env) -> list[Tree]:
         """A part of the result's components, from that of all components."""
         if name != "layers":
-            return self._renew(self._outer[-1][name], given, env)
+            return self._renew(self._outer_groups[-1][name], given, env)
         first, *results = given
 
         def body(at: At, results: list[Arrays]) -> list[Arrays]:
@@ -210,39 +210,42 @@ class PerUnit:
         Args:
           at: the place: stage, chunk, number in the chunk.
           read: finds what is stored there of the first component, from an example of the layer's
-            kind.
+            group.
           results: the layers of the other components.
           env: what units share.
 
         Returns:
           The results, with those of the layer written.
         """
-        kinds, layouts, renewed = self._layers[-1], self._layouts[1:], list(results)
+        groups, layouts = self._layer_groups[-1], self._layer_layouts[1:]
 
-        def run(kind: _Kind, number: Index, results: list[Arrays]) -> list[Arrays]:
+        def run(group: _Group, index: Index, results: list[Arrays]) -> list[Arrays]:
             def renew(stored: list[Stored]) -> list[Stored]:
-                first, stored = tie(read(kind.example), stored)
-                return self._renew(kind, [first, *stored], kind.env(number, env))
+                first, stored = tie(read(group.example), stored)
+                return self._renew(group, [first, *stored], group.env(index, env))
 
-            places = [layout.layer_at(at, kind.example) for layout in layouts]
+            places = [layout.layer_at(at, group.example) for layout in layouts]
             among = list(zip(layouts, results, places, strict=True))
             stored = [layout.read(arrays, place) for layout, arrays, place in among]
             # Written outside the loop: XLA would compute the result again from what it overwrites.
             # A stage is never negative; XLA does not know that, or it would leave out the loop.
-            stored = run_if((number >= 0) & (at[0] >= 0), renew, stored)
+            stored = run_if((index >= 0) & (at[0] >= 0), renew, stored)
             return [
                 layout.write(arrays, place, new)
                 for (layout, arrays, place), new in zip(among, stored, strict=True)
             ]
 
-        for kind in kinds:
-            number = kind.number_at(at)
-            step = partial(run, kind, number)
-            alone = len(kinds) == 1 or self._params.layers.own_arrays
-            renewed = step(renewed) if alone else run_if(number >= 0, step, renewed)
+        renewed = list(results)
+        for group in groups:
+            index = jnp.asarray(group.index_in_group)[at]
+            step = partial(run, group, index)
+            # The loop spares a group reading and writing back the layers of others. If rows have
+            # arrays of their own, that is no work, and the loop would carry those of all rows.
+            alone = len(groups) == 1 or self._params.layers.own_arrays
+            renewed = step(renewed) if alone else run_if(index >= 0, step, renewed)
         return renewed
 
-    def _each_layer(self, body: Callable[..., Any], carry: Any) -> Any:
+    def _each_layer(self, body: Callable[..., Tree], carry: Tree) -> Tree:
         """Runs ``body(at, carry)`` for every row of this stage."""
         stage, count = lax.axis_index(self._axes.stage), self._params.rows.shape[2]
         return self._params.layers.every_layer(
@@ -250,8 +253,8 @@ class PerUnit:
         )
 
     def _read(self, component: int, arrays: Arrays, at: At, example: int) -> Stored:
-        """Reads a layer of a component; ``example`` is a layer of its kind."""
-        layout = self._layouts[component]
+        """Reads a layer of a component; ``example`` is a layer of its group."""
+        layout = self._layer_layouts[component]
         return layout.read(arrays, layout.layer_at(at, example))
 
     # All units.
@@ -269,7 +272,7 @@ class PerUnit:
           The result's components, and its other leaves.
         """
         specs = [
-            component.specs(sharded=self._sharded and c not in self._whole)
+            component.specs(sharded=self._sharded and c not in self._replicated)
             for c, component in enumerate(self._components)
         ]
         run = jax.shard_map(
@@ -286,49 +289,54 @@ class PerUnit:
     ) -> tuple[list[Placed], list[jax.Array]]:
         components, env = list(map(without_stages, placed)), self.share(rest)
         for number, equations in enumerate(self._of_all[1:]):
-            env = jaxprs.run(equations, env | self._give(number, components, env))
+            scalars = self._exchange_scalars(number, components, env)
+            env = jaxprs.run_eqns(equations, env | scalars)
         layers = self.part("layers", [c["layers"] for c in components], env)
         device = lax.axis_index(self._axes.names)
         components = [c | after(layers, outer_of(c), device) for c in components]
         new = self.with_outer(layers, components, env)
         return list(map(with_stages, new)), self.rest(env)
 
-    def _give(self, number: int, components: Sequence[Tree], env: Env) -> Env:
+    def _exchange_scalars(self, number: int, components: Sequence[Tree], env: Env) -> Env:
         """The scalars that units give to all others in a round."""
         given: Env = {}
-        for name, unit in self._outer[number].items():
+        for name, unit in self._outer_groups[number].items():
             values = self._scalars(unit, [c[name] for c in components], env)
             given |= zip(unit.program.targets, values, strict=True)
-        kinds = self._layers[number]
+        groups, layers = self._layer_groups[number], [c["layers"] for c in components]
 
-        def body(at: At, scalars: list[Any]) -> list[Any]:
-            def run(kind: _Kind, scalars: list[jax.Array]) -> list[jax.Array]:
-                n = kind.number_at(at)
-                stored = [
-                    self._read(c, component["layers"], at, kind.example)
-                    for c, component in enumerate(components)
-                ]
-                values = zip(scalars, self._scalars(kind, stored, kind.env(n, env)), strict=True)
-                return [of_kind.at[n].set(value.reshape(())) for of_kind, value in values]
-
+        def body(at: At, scalars: list[Tree]) -> list[Tree]:
             return [
-                run_if(kind.number_at(at) >= 0, partial(run, kind), of_kind)
-                for kind, of_kind in zip(kinds, scalars, strict=True)
+                self._layer_scalars(group, at, layers, env, of_group)
+                for group, of_group in zip(groups, scalars, strict=True)
             ]
 
         scalars = [
-            [jnp.zeros(len(kind.slices), v.aval.dtype) for v in kind.program.targets]
-            for kind in kinds
+            [jnp.zeros(len(group.slices), v.aval.dtype) for v in group.program.targets]
+            for group in groups
         ]
         scalars = after(list(given.values()), scalars, lax.axis_index(self._axes.names))
         # Every stage has those of its own layers, and zeros.
         stage_sum = partial(communicate, lax.psum, axes=self._axes.stage)
         scalars = jax.tree.map(stage_sum, self._each_layer(body, scalars))
-        for kind, of_kind in zip(kinds, scalars, strict=True):
-            for n, program in enumerate(kind.slices):
-                pairs = zip(program.targets, of_kind, strict=True)
+        for group, of_group in zip(groups, scalars, strict=True):
+            for n, program in enumerate(group.slices):
+                pairs = zip(program.targets, of_group, strict=True)
                 given |= {v: values[n].reshape(v.aval.shape) for v, values in pairs}
         return given
+
+    def _layer_scalars(
+        self, group: _Group, at: At, layers: Sequence[Arrays], env: Env, scalars: list[jax.Array]
+    ) -> list[jax.Array]:
+        """A group's scalars, with those of the layer at a place if that is in the group."""
+        index = jnp.asarray(group.index_in_group)[at]
+
+        def run(scalars: list[jax.Array]) -> list[jax.Array]:
+            stored = [self._read(c, arrays, at, group.example) for c, arrays in enumerate(layers)]
+            values = zip(scalars, self._scalars(group, stored, group.env(index, env)), strict=True)
+            return [of_group.at[index].set(value.reshape(())) for of_group, value in values]
+
+        return run_if(index >= 0, run, scalars)
 
 
 def without_stages(placed: Placed) -> Tree:

@@ -7,14 +7,14 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from jaxpipe.runtime.layers import jaxprs
-from jaxpipe.runtime.layers.jaxprs import Env
-from jaxpipe.runtime.layout.parts import Cut, Part, can_reduce
+from jaxpipe.runtime.layers.jaxprs import Atom, Env, Eqn, Eqns
+from jaxpipe.runtime.layout.parts import Cut, DevicePart, can_reduce
+from jaxpipe.runtime.types import Tree
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "asin", "acos", "atan", "atan2", "cbrt", "ceil", "clamp"),
@@ -26,18 +26,18 @@ _ELEMENTWISE = {
 }
 
 
-def run_parts(eqns: Iterable[Any], env: Env) -> Env:
-    """Evaluates equations in order; values of the environment are arrays or `Part`.
+def run_on_parts(eqns: Eqns, env: Env) -> Env:
+    """Evaluates equations in order; values of the environment are arrays or `DevicePart`.
 
     Returns:
       The environment grown by the equations' outputs.
     """
     env, wholes = dict(env), {}
 
-    def value(atom: Any) -> Any:
+    def value(atom: Atom) -> Tree:
         return env[atom] if jaxprs.is_var(atom) else jaxprs.values([atom], {})[0]
 
-    def gathered(atom: Any) -> jax.Array:
+    def gathered(atom: Atom) -> jax.Array:
         if not jaxprs.is_var(atom):
             return value(atom)
         if atom not in wholes:
@@ -46,11 +46,11 @@ def run_parts(eqns: Iterable[Any], env: Env) -> Env:
 
     for eqn in eqns:
         found = [value(atom) for atom in eqn.invars]
-        parts = [v for v in found if isinstance(v, Part)]
+        parts = [v for v in found if isinstance(v, DevicePart)]
         if parts and _is_elementwise(eqn, parts):
             cut = parts[0].cut
             outs = jaxprs.bind(eqn, [_own(v, cut) for v in found])
-            env.update(zip(eqn.outvars, [Part(out, cut) for out in outs], strict=True))
+            env.update(zip(eqn.outvars, [DevicePart(out, cut) for out in outs], strict=True))
         elif parts and _is_full_reduction(eqn, parts[0]):
             env[eqn.outvars[0]] = parts[0].cut.reduce(parts[0].value, eqn.primitive.name)
         else:
@@ -59,24 +59,24 @@ def run_parts(eqns: Iterable[Any], env: Env) -> Env:
     return env
 
 
-def whole(value: Any) -> jax.Array:
+def whole(value: Tree) -> jax.Array:
     """An array, whether it is whole or cut."""
-    return value.cut.whole(value.value) if isinstance(value, Part) else value
+    return value.cut.whole(value.value) if isinstance(value, DevicePart) else value
 
 
-def own(value: Any, cut: Cut) -> jax.Array:
+def own(value: Tree, cut: Cut) -> jax.Array:
     """This device's part of a value that is whole or cut, as ``cut`` wants it."""
-    if isinstance(value, Part) and value.cut == cut:
+    if isinstance(value, DevicePart) and value.cut == cut:
         return value.value
     return cut.own(whole(value))
 
 
-def _own(value: Any, cut: Cut) -> jax.Array:
+def _own(value: Tree, cut: Cut) -> jax.Array:
     """An operand: a part of it, or the whole of a scalar."""
-    return value if not isinstance(value, Part) and value.shape == () else own(value, cut)
+    return value if not isinstance(value, DevicePart) and value.shape == () else own(value, cut)
 
 
-def _is_elementwise(eqn: Any, parts: Sequence[Part]) -> bool:
+def _is_elementwise(eqn: Eqn, parts: Sequence[DevicePart]) -> bool:
     shape = parts[0].cut.shape
     return (
         shape != ()
@@ -87,7 +87,7 @@ def _is_elementwise(eqn: Any, parts: Sequence[Part]) -> bool:
     )
 
 
-def _is_full_reduction(eqn: Any, part: Part) -> bool:
+def _is_full_reduction(eqn: Eqn, part: DevicePart) -> bool:
     return (
         can_reduce(eqn.primitive.name, part.value.dtype)
         and len(eqn.invars) == 1

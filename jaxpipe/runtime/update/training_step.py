@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks, host
+from jaxpipe.runtime import checks, host, programs
+from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.whole_model import frozen_part, trained_part
 from jaxpipe.runtime.tick import executor
@@ -22,31 +23,28 @@ from jaxpipe.runtime.update.layered import Applied
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.problems import Problem, refuse
 
-if TYPE_CHECKING:
-    from jaxpipe.runtime.pipeline import Pipeline
 
-
-def init(pipe: Pipeline, optimizer: optax.GradientTransformation, params: Placed) -> OptimizerState:
-    """As `Pipeline.init`."""
+def init(pipe: Assembly, optimizer: optax.GradientTransformation, params: Placed) -> OptimizerState:
+    """Makes the state, as `Pipeline.init` does."""
     refuse(pipe.params_placing.problems("params", params))
     placed = pipe.placed_optimizer(optimizer)
     return jax.jit(placed.init, out_shardings=placed.placing.shardings)(trained_part(params))
 
 
 def update(
-    pipe: Pipeline,
+    pipe: Assembly,
     optimizer: optax.GradientTransformation,
     grads: Gradients,
     state: OptimizerState,
     params: Placed,
     extra: dict[str, Tree],
 ) -> tuple[Placed, OptimizerState]:
-    """As `Pipeline.update`."""
+    """Takes a step of the optimizer, as `Pipeline.update` does."""
     placed = pipe.placed_optimizer(optimizer)
     if extra:
         refuse(checks.not_arrays("extra", extra))
         shapes = shapes_of(extra)
-        placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.zero, extra=shapes)
+        placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.options.zero, extra=shapes)
     grads = trained_part(grads)  # those of `jax.grad` are 0 for what is not trained
     problems = pipe.trained_placing.problems("grads", grads)
     problems += checks.optimizer_state("state", state, placed.placing.placed)
@@ -60,13 +58,13 @@ def update(
     return new | frozen_part(params), state
 
 
-Step: TypeAlias = Callable[
-    [Placed, OptimizerState, Batch, Key, States], tuple[Any, Placed, OptimizerState]
+TrainingStep: TypeAlias = Callable[
+    [Placed, OptimizerState, Batch, Key, States], tuple[Tree, Placed, OptimizerState]
 ]
 """A training step, as `Pipeline.train_step` describes it."""
 
 
-def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:
+def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> TrainingStep:
     """A training step that updates every chunk as soon as its gradient is complete.
 
     Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
@@ -84,7 +82,7 @@ def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> 
     placed_optimizer.check_parts()
     setup, applied = pipe.setup(pipe.chunk_table), Applied(placed_optimizer)
 
-    def body(params: Placed, state: Any, batch: Batch, rng: Key, states: States) -> Any:
+    def body(params: Placed, state: Tree, batch: Batch, rng: Key, states: States) -> Tree:
         rows = StepMicrobatches(split_rows(batch, pipe.schedule.num_microbatches), rng)
         fixed, held = executor.begin(setup, params, rows, applied)
         outer = executor.outer_gradients_like(setup, held)
@@ -100,17 +98,17 @@ def _chunk_by_chunk(pipe: Pipeline, optimizer: optax.GradientTransformation) -> 
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
-    ) -> tuple[Any, Placed, OptimizerState]:
+    ) -> tuple[Tree, Placed, OptimizerState]:
         value, (new, state), states = on_devices(params, state, batch, rng, states)
         return with_aux(value, states), new | frozen_part(params), state
 
     return step
 
 
-def _check(pipe: Pipeline) -> None:
+def _check(pipe: Assembly) -> None:
     if pipe.layout.layers.own_arrays:
         rule = "is not stacked: a chunk is updated piece by piece in stacked arrays"
-        refuse([Problem("weights", pipe.weights, rule, {"weights": "stacked"})])
+        refuse([Problem("weights", pipe.options.weights, rule, {"weights": "stacked"})])
     counts, chunks = pipe.chunk_table.reduces.counts, pipe.schedule.num_chunks
     if any(count > chunks for count in counts):
         rule = (
@@ -123,14 +121,15 @@ def _check(pipe: Pipeline) -> None:
         refuse([Problem("schedule", pipe.schedule.name, rule, near, others, note=note)])
 
 
-def _at_once(pipe: Pipeline, optimizer: optax.GradientTransformation) -> Step:
+def _at_once(pipe: Assembly, optimizer: optax.GradientTransformation) -> TrainingStep:
     """A training step that updates when all gradients are there."""
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
-    ) -> tuple[Any, Placed, OptimizerState]:
-        value, grads = pipe.value_and_grad(params, batch, rng, states=states)
-        return value, *pipe.update(optimizer, grads, state, params)
+    ) -> tuple[Tree, Placed, OptimizerState]:
+        done = programs.train(pipe, params, batch, rng, states)
+        updated = update(pipe, optimizer, done.gradients, state, params, {})
+        return with_aux(done.value, done.states), *updated
 
     return step
 
@@ -139,8 +138,8 @@ UPDATES = {"step": _at_once, "chunk": _chunk_by_chunk}
 """When a training step updates parameters, by name."""
 
 
-def train_step(pipe: Pipeline, optimizer: optax.GradientTransformation, update: str) -> Any:
-    """As `Pipeline.train_step`."""
+def train_step(pipe: Assembly, optimizer: optax.GradientTransformation, update: str) -> Any:
+    """Makes a training step, as `Pipeline.train_step` does."""
     if update not in UPDATES:
         rule = f"is no time to update; choose one of {', '.join(UPDATES)}"
         refuse([Problem("update", update, rule)])
@@ -148,8 +147,8 @@ def train_step(pipe: Pipeline, optimizer: optax.GradientTransformation, update: 
 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key = None, states: States = None
-    ) -> tuple[Any, Placed, OptimizerState]:
-        shapes = pipe.optimizer_placing(optimizer).placed
+    ) -> tuple[Tree, Placed, OptimizerState]:
+        shapes = pipe.placed_optimizer(optimizer).placing.placed
         others = [*checks.optimizer_state("state", state, shapes), *checks.key(rng)]
         pipe.check("params", params, batch, states, others)
         return run(params, state, batch, rng, states)

@@ -10,11 +10,12 @@ explains it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns
 from jaxpipe.runtime.types import Shapes, Tree, Unit
 
 _LARGEST_SHARED = 1024
@@ -35,10 +36,10 @@ class Slice(NamedTuple):
       targets: variables and literals that it computes.
     """
 
-    eqns: Sequence[Any]
-    inputs: Sequence[Any]
-    shared: Sequence[Any]
-    targets: Sequence[Any]
+    eqns: Eqns
+    inputs: Sequence[Atom]
+    shared: Sequence[Atom]
+    targets: Sequence[Atom]
 
     def signature(self) -> str:
         """Describes the program: those with equal signatures compute the same."""
@@ -83,7 +84,7 @@ class Units:
         self._round = dict.fromkeys(self._unit, 0)
         # Variables that units read without computing them: those of no unit, and scalars given.
         self._shared = {v for v, unit in self._unit.items() if unit is None}
-        self._given: dict[Unit, dict[Any, None]] = {}
+        self._given: dict[Unit, dict[Atom, None]] = {}
         self.mixes: str | None = None
         for eqn in self._eqns:
             self._place(eqn)
@@ -93,11 +94,11 @@ class Units:
         read = [self._read(v, unit) for unit, found in self._results.items() for v in found]
         self.rounds = max(read, default=0)
 
-    def _place(self, eqn: Any) -> None:
+    def _place(self, eqn: Eqn) -> None:
         """Decides which unit computes an equation, or None: all of them, each for itself."""
         read = [v for v in eqn.invars if jaxprs.is_var(v)]
         owned = [v for v in read if self._unit[v] is not None]
-        arrays: dict[Unit | None, Any] = {}
+        arrays: dict[Unit | None, Tree] = {}
         for v in owned:
             if v.aval.size > 1:
                 arrays.setdefault(self._unit[v], v)
@@ -118,7 +119,7 @@ class Units:
             if unit is None and v.aval.size <= _LARGEST_SHARED:
                 self._shared.add(v)
 
-    def _read(self, atom: Any, unit: Unit | None) -> int:
+    def _read(self, atom: Atom, unit: Unit | None) -> int:
         """Finds the first round in which a unit can read a value; another one's scalar is given."""
         if not jaxprs.is_var(atom):
             return 0
@@ -148,7 +149,7 @@ class Units:
             slices.append(Slice(eqns, inputs, list(shared), targets))
         return slices
 
-    def of_all(self, wanted: Iterable[Any]) -> list[list[Any]]:
+    def of_all(self, wanted: Iterable[Atom]) -> list[list[Atom]]:
         """Equations of no unit, by round, as far as results or anything wanted needs them."""
         unowned = [eqn for eqn in self._eqns if self._unit[eqn.outvars[0]] is None]
         needed = jaxprs.needed(unowned, [*wanted, *self.results])
@@ -162,8 +163,8 @@ _SCALARS = (
 )
 
 
-def _by_unit(atoms: Sequence[Any], units: Sequence[Unit | None]) -> dict[Unit | None, list[Any]]:
-    found: dict[Unit | None, list[Any]] = {}
+def _by_unit(atoms: Sequence[Atom], units: Sequence[Unit | None]) -> dict[Unit | None, list[Atom]]:
+    found: dict[Unit | None, list[Atom]] = {}
     for atom, unit in zip(atoms, units, strict=True):
         found.setdefault(unit, []).append(atom)
     return found

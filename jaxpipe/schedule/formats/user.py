@@ -58,7 +58,7 @@ def load(
 
     Raises:
       ValueError: the name leads nowhere, numbers are given to a file or not given to a function,
-        or what `call` raises.
+        or what `call_user` raises.
       ScheduleError: the schedule cannot run.
       OSError: the file cannot be read.
     """
@@ -72,17 +72,26 @@ def load(
         return read_csv(name)
     if num_stages is None or num_microbatches is None:
         raise ArgumentError([no_shape(name)])
+    return _load_function(name, num_stages, num_microbatches, clock or {}, options)
+
+
+def _load_function(
+    name: str, stages: int, microbatches: int, clock: Mapping[str, Any], options: Mapping[str, Any]
+) -> Schedule:
+    """Calls the function of a name, with the costs for which it has parameters."""
     function = _function(name)
     try:
-        reads = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except ValueError:
         unsaid = "does not say what parameters it has, so it cannot be used"
         raise ValueError(f"{name} {unsaid}.") from None
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in reads.values()):
-        rules = {o: f"it has no parameter {o}" for o in sorted(options.keys() - reads.keys())}
-        refuse(Problem(o, options[o], rule, (None,), schedule=name) for o, rule in rules.items())
-    times = {name: value for name, value in (clock or {}).items() if name in reads}
-    return call(name, function, num_stages, num_microbatches, **options, **times)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        refuse(
+            Problem(key, options[key], f"it has no parameter {key}", (None,), schedule=name)
+            for key in sorted(options.keys() - parameters.keys())
+        )
+    costs = {cost: value for cost, value in clock.items() if cost in parameters}
+    return call_user(name, function, stages, microbatches, **options, **costs)
 
 
 def fitted(
@@ -107,6 +116,7 @@ def fitted(
         schedule = load(name, num_stages=None, num_microbatches=None, **options)
     except OSError as error:
         raise ArgumentError([Problem("name", name, f"cannot be read: {error}")]) from None
+    # A file holds one copy of the model, so its number of microbatches is the batch's.
     own = {argument: getattr(schedule, argument) for argument in wanted}
     if own != wanted:
         rule = "is not a schedule for $num_stages and $num_microbatches"
@@ -120,8 +130,8 @@ def no_shape(name: str) -> Problem:
     return Problem("name", name, rule, others={"num_stages": None, "num_microbatches": None})
 
 
-def call(
-    name: str, function: Callable[..., Any], stages: int, microbatches: int, **options: Any
+def call_user(
+    name: str, function: Callable[..., Schedule], stages: int, microbatches: int, **options: Any
 ) -> Schedule:
     """Calls a user's function for a schedule, which gets this name, and checks what it returns.
 
@@ -133,8 +143,8 @@ def call(
     try:
         inspect.signature(function).bind(stages, microbatches, **options)
     except TypeError as error:
-        arguments = ", ".join(["num_stages", "num_microbatches", *(f"{o}=..." for o in options)])
-        raise ValueError(f"{name} cannot be called as function({arguments}): {error}.") from None
+        names = ", ".join(["num_stages", "num_microbatches", *(f"{key}=..." for key in options)])
+        raise ValueError(f"{name} cannot be called as function({names}): {error}.") from None
     try:
         schedule = function(stages, microbatches, **options)
     except Exception as error:  # a user's code may raise anything
@@ -152,7 +162,7 @@ def call(
     return schedule
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(name: str) -> Callable[..., Schedule]:
     module_name, _, function_name = name.partition(":")
     if not module_name or module_name.startswith("."):
         raise _no_function(name, f"{module_name!r} is not the full name of a module")
@@ -168,7 +178,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r} cannot be imported: {module_name} {_raised(error)}") from error
     if not hasattr(module, function_name):
         raise _no_function(name, f"module {module_name!r} has no attribute {function_name!r}")
-    function: Callable[..., Any] = getattr(module, function_name)
+    function: Callable[..., Schedule] = getattr(module, function_name)
     if not callable(function):
         raise ValueError(f"{name!r} is not a function but {type(function).__name__}.")
     return function

@@ -1,8 +1,8 @@
 """Schedules of building blocks: a block repeated, or also reordered, squeezed and filled.
 
 Repeated every period a block (`jaxpipe.schedule.generators.blocks`) is the steady state of a
-schedule. A `Plan` turns it into a whole one: warm-up and cool-down reordered, gaps squeezed out and
-filled, the peak in flight capped.
+schedule. A `BlockPlan` turns it into a whole one: warm-up and cool-down reordered, gaps squeezed
+out and filled, the peak in flight capped.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
@@ -31,7 +31,7 @@ def repeated(block: Block, num_microbatches: int) -> list[list[int]]:
     return [block.sequence(d, num_microbatches) for d in range(len(block.starts))]
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """A way to run every stage's repeated block as early as inputs and memory allow.
 
     In the steady state no stage waits and the block stays as it is; warm-up and cool-down are
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
             passes = _passes(d, block.placement, fused=False)
             first_f0 = cap - min(d + 1 if self.reserve else 0, cap // 2)
             stages.append(_BlockStage(passes, sequence, self.costs, cap, first_f0))
-        events.run(stages, block.placement, num_microbatches, message=self.costs.message)
+        events.run_stages(stages, block.placement, num_microbatches, message=self.costs.message)
         if any(stage.upcoming for stage in stages):
             return None
         orders = [stage.order for stage in stages]
@@ -87,7 +87,7 @@ def to_schedule(
     )
 
 
-def _passes(d: int, placement: Placement, *, fused: bool) -> list[events.Pass]:
+def _passes(d: int, placement: Placement, *, fused: bool) -> list[events.StagePass]:
     """Lists F of a stage's chunks, backwards from the last to the first and, if split, W."""
     own_stages = placement.virtual_stages[d]
     backward = Kind.BW if fused else Kind.B
@@ -96,11 +96,11 @@ def _passes(d: int, placement: Placement, *, fused: bool) -> list[events.Pass]:
 
 
 class _BlockStage(EagerStage):
-    """One stage of a `Plan`, which keeps room for later chunks before its first backward."""
+    """One stage of a `BlockPlan`, which keeps room for later chunks before its first backward."""
 
     def __init__(
         self,
-        passes: list[events.Pass],
+        passes: list[events.StagePass],
         sequence: Sequence[int],
         costs: Costs,
         cap: int,

@@ -89,7 +89,7 @@ def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:
         passes += [] if fused else [(Kind.W, virtual_stages[0])]
         sequence = [numbers[action.kind, action.virtual_stage] for action in order]
         stages.append(EagerStage(passes, sequence, costs, cap, patience))
-    events.run(stages, schedule.placement, schedule.num_microbatches, message=costs.message)
+    events.run_stages(stages, schedule.placement, schedule.num_microbatches, message=costs.message)
     assert not any(stage.upcoming for stage in stages), "only what is ready overtakes"
     orders = tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
     return dataclasses.replace(schedule, orders=orders)
@@ -111,7 +111,7 @@ class EagerStage(events.Stage):
 
     def __init__(
         self,
-        passes: list[events.Pass],
+        passes: list[events.StagePass],
         sequence: Sequence[int],
         costs: Costs,
         cap: int,

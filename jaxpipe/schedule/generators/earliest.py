@@ -10,7 +10,7 @@ from jaxpipe.schedule.check.walk import Results, walk
 from jaxpipe.schedule.simulate import Costs, simulate
 
 HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
-"""Number of chunks in flight that an action of each kind adds."""
+"""Chunks in flight that an action adds. A chunk's activations are kept from F until W or BW."""
 ROUNDING = 1e-9
 """The share of an action by which a gap may be too short: sums of decimals are not exact."""
 
@@ -30,14 +30,15 @@ def earliest(schedule: Schedule, costs: Costs) -> Schedule:
     timeline, results = simulate(schedule, costs), Results(schedule)
     rows = [_Row(cap) for cap in schedule.peak_in_flight or peak_in_flight(schedule)]
     ends: dict[int, float] = {}
-    # Ticks decide where the shortest actions are lost in the sum of the longest.
+    # Equal starts are ordered by tick: an action too short to change a float sum starts at the same
+    # time as the one it follows. Actions themselves are never compared.
     in_time = sorted(
         (
             (timed.start, tick, d, timed.action)
             for d, (row, ticks) in enumerate(zip(timeline.rows, walk(schedule).ticks, strict=True))
             for timed, tick in zip(row, ticks, strict=True)
         ),
-        key=lambda start: start[:3],
+        key=lambda entry: entry[:3],
     )
     for *_, d, action in in_time:
         ready = 0.0
@@ -61,19 +62,23 @@ class _Row:
 
     def place(self, action: Action, ready: float, duration: float) -> float:
         """Puts an action into the first gap that it fits, or behind all others; returns its end."""
-        position, start = len(self.order), max(ready, self.ends[-1] if self.ends else 0.0)
+        chosen = len(self.order)
+        start = max(ready, self.ends[-1] if self.ends else 0.0)
         in_flight = self.in_flight
-        for later in reversed(range(len(self.order))):
-            if self.ends[later] <= ready:
+        # From the last gap to the first that follows the inputs; the earliest that fits is kept.
+        # `in_flight` counts the chunks before the action at `position`. An F adds one to this count
+        # and to all later ones; once one is at the cap, no earlier gap will do either.
+        for position in reversed(range(len(self.order))):
+            if self.ends[position] <= ready:
                 break
-            in_flight -= HELD[self.order[later].kind]
+            in_flight -= HELD[self.order[position].kind]
             if action.kind is Kind.F and in_flight >= self.cap:
                 break
-            begin = max(ready, self.ends[later - 1] if later else 0.0)
-            if begin + duration * (1 - ROUNDING) <= self.starts[later]:
-                position, start = later, begin
-        self.order.insert(position, action)
-        self.starts.insert(position, start)
-        self.ends.insert(position, start + duration)
+            begin = max(ready, self.ends[position - 1] if position else 0.0)
+            if begin + duration * (1 - ROUNDING) <= self.starts[position]:
+                chosen, start = position, begin
+        self.order.insert(chosen, action)
+        self.starts.insert(chosen, start)
+        self.ends.insert(chosen, start + duration)
         self.in_flight += HELD[action.kind]
         return start + duration

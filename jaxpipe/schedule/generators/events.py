@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.placement import Placement
 
-Pass = tuple[Kind, int]
+StagePass = tuple[Kind, int]
 """A kind of action and its virtual stage. A stage has one W for all its virtual stages: weight
 gradients are computed first-in first-out."""
 
@@ -35,7 +35,7 @@ class Stage(abc.ABC):
       free_at: when the latest pass ends.
     """
 
-    def __init__(self, passes: Sequence[Pass], durations: Sequence[float]) -> None:
+    def __init__(self, passes: Sequence[StagePass], durations: Sequence[float]) -> None:
         self.passes, self.durations = passes, durations
         self.arrivals: list[list[float]] = [[] for _ in passes]
         self.done = [0] * len(passes)
@@ -58,7 +58,7 @@ class Stage(abc.ABC):
         self.free_at = now + self.durations[number]
 
 
-def run(
+def run_stages(
     stages: Sequence[Stage], placement: Placement, num_microbatches: int, *, message: float = 0.0
 ) -> None:
     """Runs the stages of a placement until none of them can start anything more.
@@ -111,7 +111,7 @@ def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tu
     ]
 
 
-def actions(passes: Sequence[Pass], order: Iterable[int]) -> Iterator[Action]:
+def actions(passes: Sequence[StagePass], order: Iterable[int]) -> Iterator[Action]:
     """Yields the actions of a stage from the numbers of its passes in order (`Stage.order`)."""
     microbatches = [0] * len(passes)
     pending: collections.deque[tuple[int, int]] = collections.deque()

@@ -35,7 +35,7 @@ def list_schedule(
         _UrgentStage(own_stages, limits, placement, fused)
         for own_stages in placement.virtual_stages
     ]
-    events.run(stages, placement, num_microbatches)
+    events.run_stages(stages, placement, num_microbatches)
     return tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
 
 

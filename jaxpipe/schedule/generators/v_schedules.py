@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import Plan
+from jaxpipe.schedule.generators.block_orders import BlockPlan
 from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
 from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.generators.earliest import earliest
@@ -150,11 +150,11 @@ def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Sche
     # Two rounds of the pipeline show what comes before the steady state, and after it.
     trial = min(num_microbatches, 2 * len(block.peaks))
 
-    def ends(plan: Plan) -> float:
+    def ends(plan: BlockPlan) -> float:
         schedule = plan.schedule(name, trial)
         return math.inf if schedule is None else makespan(schedule, costs)
 
-    plans = [Plan(block, block.peaks)]
+    plans = [BlockPlan(block, block.peaks)]
     for blocks in () if costs == UNIT else ([block, *_turned(block)], [*_stretched(block)]):
         plans += sorted(_plans(blocks, max(block.peaks), costs), key=ends)[:1]
     # A plan that ran so far may still stop with more microbatches; the paper's never do.
@@ -162,10 +162,10 @@ def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Sche
     return schedules[0] if costs == UNIT else soonest(schedules, costs)
 
 
-def _plans(blocks: Iterable[Block], cap: int, costs: Costs) -> Iterator[Plan]:
+def _plans(blocks: Iterable[Block], cap: int, costs: Costs) -> Iterator[BlockPlan]:
     """Yields ways to order blocks for other costs."""
     for block, reserve, planned in itertools.product(blocks, (False, True), (UNIT, costs)):
-        yield Plan(block, (cap,) * len(block.peaks), planned, reserve)
+        yield BlockPlan(block, (cap,) * len(block.peaks), planned, reserve)
 
 
 def _turned(block: Block) -> Iterator[Block]:

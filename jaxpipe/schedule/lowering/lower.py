@@ -29,13 +29,20 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, TickTable
-from jaxpipe.schedule.lowering.transfers import Columns, Held, Moving, columns_of, held_chunks
+from jaxpipe.schedule.lowering.transfers import (
+    ChunkSlots,
+    Columns,
+    MoveOptions,
+    columns_of,
+    held_chunks,
+)
 from jaxpipe.schedule.problems import refuse
 
 
@@ -49,6 +56,14 @@ class Phase(enum.IntEnum):
     EXCHANGE = 4
     EMBED_GRADIENT = 5
     HEAD = 6
+
+
+@runtime_checkable
+class HasTicks(Protocol):
+    """A schedule that says in which tick its actions run, and is not lowered."""
+
+    def table(self, layer_counts: Sequence[int]) -> TickTable:
+        """Makes the tick table for the numbers of layers of the virtual stages."""
 
 
 def lower(
@@ -91,12 +106,12 @@ def lower(
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
-    if (table := schedule.table(layer_counts)) is not None:
-        return dataclasses.replace(table, together=together)
+    if isinstance(schedule, HasTicks):
+        return dataclasses.replace(schedule.table(layer_counts), together=together)
     return lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,
-        moving=Moving(own_slots, pieces, shares),
+        moving=MoveOptions(own_slots, pieces, shares),
     )
 
 
@@ -169,7 +184,9 @@ class Lowering:
             name: 1 + int(self._slots[name].max()) if name in lives else 0 for name in names
         }
 
-    def table(self, *, weight_slots: int, gradient_slots: int | None, moving: Moving) -> TickTable:
+    def table(
+        self, *, weight_slots: int, gradient_slots: int | None, moving: MoveOptions
+    ) -> TickTable:
         """Builds the tick table for one way of moving chunks; slots are as for `lower`."""
         slots, most = self._slots, self.schedule.num_chunks
         hold = functools.partial(held_chunks, self.schedule, self.columns, moving)
@@ -296,7 +313,7 @@ class Lowering:
             most //= 2
         return (done, np.full_like(done, NONE)), slots
 
-    def _pass(self, kind: Kind, weights: Held, gradients: Held) -> Cell:
+    def _pass(self, kind: Kind, weights: ChunkSlots, gradients: ChunkSlots) -> Cell:
         columns, slots = self.columns, self._slots
         selected = np.flatnonzero(columns.of(kind))
         place = columns.virtual_stage[selected], columns.microbatch[selected]

@@ -14,6 +14,9 @@ import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
 
+Integer: TypeAlias = Any
+"""An integer of every tick and stage, int32 ``[ticks, stages]``; in a row of one stage a scalar."""
+
 NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
@@ -41,22 +44,22 @@ class Cell:
       gradient: gradient slot (sharded gradients only).
     """
 
-    layers: Any
-    chunk: Any
-    microbatch: Any
-    inbox: Any
-    until_b: Any
-    until_w: Any
-    crossing: Any
-    weights: Any
-    gradient: Any
+    layers: Integer
+    chunk: Integer
+    microbatch: Integer
+    inbox: Integer
+    until_b: Integer
+    until_w: Integer
+    crossing: Integer
+    weights: Integer
+    gradient: Integer
 
 
 class Arrival(NamedTuple):
     """Slots for what a channel brings to a stage, `NONE` for nothing: see `Channel`."""
 
-    slot: Any
-    late_slot: Any
+    slot: Integer
+    late_slot: Integer
 
 
 class Transfer(NamedTuple):
@@ -69,12 +72,12 @@ class Transfer(NamedTuple):
         in shares, of the share, counted within the chunk.
     """
 
-    chunk: Any
-    slot: Any
-    piece: Any = 0
+    chunk: Integer
+    slot: Integer
+    piece: Integer = 0
 
 
-class Parts(NamedTuple):
+class BodyParts(NamedTuple):
     """Parts of a tick's body; the program has a body for every combination that occurs.
 
     Args:
@@ -104,12 +107,12 @@ class Outer(NamedTuple):
     ``embed_gradient`` and its slot are ``[most in a tick]``, padded with `NONE`.
     """
 
-    embed: Any
-    embed_slot: Any
-    head: Any
-    head_slot: Any
-    embed_gradient: Any
-    embed_gradient_slot: Any = NONE
+    embed: Integer
+    embed_slot: Integer
+    head: Integer
+    head_slot: Integer
+    embed_gradient: Integer
+    embed_gradient_slot: Integer = NONE
 
 
 class Row(NamedTuple):
@@ -128,8 +131,14 @@ class Row(NamedTuple):
     gather: Transfer
     reduce: Transfer
     outer: Outer
-    exchange: Any
+    exchange: Integer
 
+
+Chunk: TypeAlias = tuple[int, int]
+"""A chunk of a stage, with its number of layers."""
+
+Pairs: TypeAlias = dict[Kind, set[tuple[Chunk, Chunk]]]
+"""The chunks whose backward and whose forward a tick overlaps, by the kind of the backward."""
 
 Edges: TypeAlias = tuple[tuple[int, int], ...]
 """Pairs of a sender and a receiver."""
@@ -270,6 +279,20 @@ class TickTable:
         return bool((self.embed_gradient_slot != NONE).any())
 
     @property
+    def pairs(self) -> Pairs:
+        """What ticks overlap. Where other backwards are split, a fused one is B and W in a tick."""
+        pairs: Pairs = {}
+        forward = self.passes[Kind.F]
+        for kind, backward in self.passes.items():
+            if kind not in (Kind.B, Kind.BW):
+                continue
+            for place in map(tuple, np.argwhere((forward.layers > 0) & (backward.layers > 0))):
+                fused = Kind.W not in self.passes or self.passes[Kind.W].layers[place]
+                chunks = _chunk(backward, place), _chunk(forward, place)
+                pairs.setdefault(Kind.BW if fused else Kind.B, set()).add(chunks)
+        return pairs
+
+    @property
     def rows(self) -> Row:
         """All rows as one, int32 ``[ticks, stages]``; `Row.outer` and `Row.exchange`, which are the
         same for all stages, have no dimension of stages."""
@@ -289,15 +312,17 @@ class TickTable:
             exchange=self.exchange,
         )
 
-    def parts(self, *, gathers: bool, reduces: bool) -> list[Parts]:
+    def parts(self, *, gathers: bool, reduces: bool) -> list[BodyParts]:
         """Lists the parts of every tick's body.
 
         Arguments as for `runs`.
         """
         moves = self.gathers.shared & gathers, self.reduces.shared & reduces
-        return [Parts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)]
+        return [
+            BodyParts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)
+        ]
 
-    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[Parts, ...], np.ndarray]:
+    def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[BodyParts, ...], np.ndarray]:
         """Groups ticks in a row that have equal parts.
 
         Args:
@@ -345,3 +370,7 @@ class TickTable:
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk: the room every chunk gets."""
         return max(self.layer_counts)
+
+
+def _chunk(cell: Cell, place: tuple[int, ...]) -> Chunk:
+    return int(cell.chunk[place]), int(cell.layers[place])

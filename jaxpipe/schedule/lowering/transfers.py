@@ -78,7 +78,7 @@ def columns_of(schedule: Schedule) -> Columns:
     )
 
 
-class Moving(NamedTuple):
+class MoveOptions(NamedTuple):
     """Options for how chunks move over data.
 
     Args:
@@ -91,7 +91,7 @@ class Moving(NamedTuple):
     shares: int
 
 
-class Held(NamedTuple):
+class ChunkSlots(NamedTuple):
     """Transfers, and the slots in which actions find their chunks.
 
     Args:
@@ -106,13 +106,13 @@ class Held(NamedTuple):
 def held_chunks(
     schedule: Schedule,
     columns: Columns,
-    moving: Moving,
+    moving: MoveOptions,
     num_slots: int,
     kinds: Sequence[Kind],
     *,
     load: bool,
     waits: bool,
-) -> Held:
+) -> ChunkSlots:
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
     Args:
@@ -142,7 +142,7 @@ def _with_slots(
     own_slots: bool,
     kinds: Sequence[Kind],
     load: bool,
-) -> tuple[Held, list[list[Stay]]] | None:
+) -> tuple[ChunkSlots, list[list[Stay]]] | None:
     """Plans the transfers of chunks that move as a whole, and lists their stays by stage.
 
     Returns None where a tick needs more slots or more than one transfer.
@@ -176,7 +176,7 @@ def _with_slots(
     whole = Transfers(
         chunk, slot, np.zeros_like(slot), num_slots, group=0, shares=1, parts=1, edge=nothing
     )
-    return Held(whole, slots_of), all_stays
+    return ChunkSlots(whole, slots_of), all_stays
 
 
 def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:

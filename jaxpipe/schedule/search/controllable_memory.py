@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators.block_orders import Plan
+from jaxpipe.schedule.generators.block_orders import BlockPlan
 from jaxpipe.schedule.generators.blocks import WORK, Block, split_block
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
 from jaxpipe.schedule.problems import Problem, refuse
@@ -91,13 +91,15 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     if limit < 2 * num_microbatches:
         block_limit = min(block_limit, limit)
     candidates = (
-        Plan(block, (limit,) * num_stages, planned, reserve)
+        BlockPlan(block, (limit,) * num_stages, planned, reserve)
         for block in itertools.islice(_blocks(num_stages, block_limit), _MAX_BLOCKS)
         for reserve in (False, True)
         for planned in dict.fromkeys((costs, UNIT))
     )
 
-    def made(plans: Iterable[Plan], m: int) -> Iterator[tuple[tuple[float, float], Plan, Schedule]]:
+    def made(
+        plans: Iterable[BlockPlan], m: int
+    ) -> Iterator[tuple[tuple[float, float], BlockPlan, Schedule]]:
         for plan in plans:
             if (schedule := plan.schedule("controllable-memory", m)) is not None:
                 timeline = simulate(schedule, costs)
@@ -107,7 +109,9 @@ def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) ->
     ranked = sorted(trials, key=lambda trial: trial[0])
     finalists = [plan for _, plan, _ in ranked[: min(num_finalists, _MAX_FINALISTS)]]
     named = (v_min_block(num_stages), v_half_block(num_stages), v_zb_block(num_stages))
-    finalists += [Plan(block, block.peaks) for block in named if max(block.peaks) <= block_limit]
+    finalists += [
+        BlockPlan(block, block.peaks) for block in named if max(block.peaks) <= block_limit
+    ]
     return min(made(finalists, num_microbatches), key=lambda trial: trial[0])[2]
 
 

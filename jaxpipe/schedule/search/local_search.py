@@ -34,7 +34,7 @@ _STALLED, _KICKS = 100, 8
 the number of random swaps that it may make there."""
 
 
-class Work:
+class NumberedActions:
     """The actions of a schedule as numbers, with what each waits for.
 
     An action's number says its kind, virtual stage and microbatch, in that order.
@@ -93,7 +93,7 @@ class Work:
 class _Orders:
     """The order of every stage as a list and, per action, as links."""
 
-    work: Work
+    work: NumberedActions
     rows: list[list[int]]
     places: list[int]
     before: list[int]
@@ -101,7 +101,7 @@ class _Orders:
     in_flight: list[int]
 
     @classmethod
-    def of(cls, work: Work, rows: Iterable[Sequence[int]]) -> _Orders:
+    def of(cls, work: NumberedActions, rows: Iterable[Sequence[int]]) -> _Orders:
         size = len(work.actions)
         orders = cls(work, [], [0] * size, [_NONE] * size, [_NONE] * size, [0] * size)
         for row in map(list, rows):
@@ -190,7 +190,7 @@ def improve(
       moves: how many swaps to make.
       bound: no schedule ends before this.
     """
-    work = Work(schedule.placement, schedule.num_microbatches, costs, cap)
+    work = NumberedActions(schedule.placement, schedule.num_microbatches, costs, cap)
     rows = [[work.number(action) for action in order] for order in schedule.orders]
     rows = _Search(work, rows).best(moves, bound)
     orders = tuple(tuple(work.actions[number] for number in row) for row in rows)
@@ -200,7 +200,7 @@ def improve(
 class _Search:
     """The state of a tabu search."""
 
-    def __init__(self, work: Work, rows: list[list[int]]) -> None:
+    def __init__(self, work: NumberedActions, rows: list[list[int]]) -> None:
         self.work, self.rows = work, rows
         self.orders = _Orders.of(work, rows)
         # `random` is the same on every Python since 3.2; `randrange` is not.

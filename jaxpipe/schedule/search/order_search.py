@@ -144,13 +144,13 @@ def dispatch(
         for own_stages in placement.virtual_stages
     ]
     message = max(cost.message for cost in costs)
-    events.run(stages, placement, num_microbatches, message=message)
+    events.run_stages(stages, placement, num_microbatches, message=message)
     done = all(sum(stage.done) == 3 * placement.num_chunks * num_microbatches for stage in stages)
     assert done, "the earliest microbatch always finds room"
     return tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
 
 
-def _due(placement: Placement, costs: Sequence[Costs], rule: Rule) -> dict[events.Pass, float]:
+def _due(placement: Placement, costs: Sequence[Costs], rule: Rule) -> dict[events.StagePass, float]:
     """Computes when the first microbatch's passes are due: their starts if none waited."""
     time, due = 0.0, {}
     stages = placement.stages
@@ -175,7 +175,7 @@ class _Stage(events.Stage):
         costs: Sequence[Costs],
         cap: int,
         rule: Rule,
-        due: dict[events.Pass, float],
+        due: dict[events.StagePass, float],
     ) -> None:
         # B first: it wins where a forward is due at the same time.
         passes = [(kind, s) for kind in (Kind.B, Kind.F) for s in own_stages] + [

@@ -34,7 +34,7 @@ class Summary:
     stage_bytes: float | None = None
 
 
-class Sizes(NamedTuple):
+class StageBytes(NamedTuple):
     """Bytes of a full stage: one copy of its weights with gradients and optimizer state, and what
     one microbatch keeps."""
 
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     activation_bytes: float
 
 
-def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
+def row(clocks: Timelines, sizes: StageBytes | None = None) -> Summary:
     """Makes a schedule's row from its timelines."""
     free, device, _ = clocks
     schedule = free.schedule
@@ -58,11 +58,11 @@ def row(clocks: Timelines, sizes: Sizes | None = None) -> Summary:
     )
 
 
-def figure(rows: Sequence[Summary], title: str) -> str:
+def comparison_figure(rows: Sequence[Summary], title: str) -> str:
     """Draws schedules, from top to bottom, as bars: bubble ratios left, peak in flight right.
 
     Example:
-      >>> figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").count("<rect")
+      >>> comparison_figure([Summary("1f1b", 1, 4, 0.2, 0.25, 10)], "p=4, m=8").count("<rect")
       6
     """
     margin, bubbles, peaks, height = 190.0, 340.0, 200.0, 30.0

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.check.walk import Results
 from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.lowering.table import NONE, TickTable, Transfers
-from jaxpipe.schedule.simulate import Timeline
+from jaxpipe.schedule.lowering.table import NONE, TickTable
+from jaxpipe.schedule.simulate import TimedAction, Timeline
 
 
-class Message(NamedTuple):
+class Exchange(NamedTuple):
     """A result on its way from one stage to another.
 
     Args:
@@ -44,7 +45,7 @@ class Move(NamedTuple):
     """A chunk's weights gathered over data before a tick's layers, or its gradient reduced after
     them, as ZeRO-3 does with one slot of each."""
 
-    what: str
+    what: Literal["gather", "reduce"]
     stage: int
     chunk: int
     tick: int
@@ -54,7 +55,7 @@ class Move(NamedTuple):
 class Exchanges(NamedTuple):
     """Messages by time of arrival, and moves; without ticks there are no moves."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Exchange, ...]
     moves: tuple[Move, ...]
 
 
@@ -71,42 +72,35 @@ def exchanges(timeline: Timeline) -> Exchanges:
       >>> [(move.what, move.stage, move.time) for move in found.moves]
       [('gather', 0, 0.0), ('gather', 1, 1.0), ('reduce', 1, 4.0), ('reduce', 0, 5.0)]
     """
-    schedule, table = timeline.schedule, None
-    if timeline.ticks and not any(simulated_only(schedule)):
-        table = lower(schedule, [1] * len(timeline.costs))
     messages = sorted(_messages(timeline), key=lambda message: message.arrives)
-    moves = [] if table is None else [*_moves(timeline, table)]
+    moves: list[Move] = []
+    if timeline.ticks and not any(simulated_only(timeline.schedule)):
+        # Chunks move in the same ticks however many layers they have.
+        table = lower(timeline.schedule, [1] * len(timeline.costs))
+        moves = [*_moves(timeline, table)]
     return Exchanges(tuple(messages), tuple(sorted(moves, key=lambda move: move.time)))
 
 
-def _messages(timeline: Timeline) -> Iterator[Message]:
+def _messages(timeline: Timeline) -> Iterator[Exchange]:
+    """Yields every result that another stage reads. Results are found by their number (`Results`),
+    which a fused backward shares with the B it stands for; nothing reads W's."""
     results = Results(timeline.schedule)
-    done = {
-        results.number(timed.action): timed
-        for row in timeline.rows
-        for timed in row
-        if timed.action.kind is not Kind.W
-    }
-    if timeline.schedule.overlapped:
-        # A pair gives both results when it ends.
-        for row in timeline.rows:
-            for forward, backward in itertools.pairwise(row):
-                if forward.action in timeline.schedule.overlapped:
-                    both = dataclasses.replace(forward, end=backward.end)
-                    done[results.number(forward.action)] = both
+    finished = _finished(timeline, results)
     for stage, row in enumerate(timeline.rows):
         for timed in row:
             for needed in results.inputs(timed.action):
                 if (sender := results.stage(needed)) == stage:
                     continue
-                source = done[needed]
+                source = finished[needed]
                 if source.tick is None or timed.tick is None:
-                    cost, late = timeline.costs[source.action.virtual_stage], False
-                    arrives = source.end + cost.message
+                    late = False
+                    arrives = source.end + timeline.costs[source.action.virtual_stage].message
                 else:
                     late = timed.tick > source.tick + 1
-                    arrives = timeline.ticks[source.tick + 1 + late][stage]
-                yield Message(
+                    # A late message travels under the layers of the tick after its sender's.
+                    arrival_tick = source.tick + (2 if late else 1)
+                    arrives = timeline.ticks[arrival_tick][stage]
+                yield Exchange(
                     results.action(needed),
                     timed.action,
                     sender,
@@ -119,19 +113,30 @@ def _messages(timeline: Timeline) -> Iterator[Message]:
                 )
 
 
+def _finished(timeline: Timeline, results: Results) -> dict[int, TimedAction]:
+    """Timed actions by the number of their result; each ends when its result is there."""
+    finished = {}
+    for row in timeline.rows:
+        for k, timed in enumerate(row):
+            # An overlapped pair gives both results when it ends.
+            last = row[k + 1] if timed.action in timeline.schedule.overlapped else timed
+            if timed.action.kind is not Kind.W:
+                number = results.number(timed.action)
+                finished[number] = dataclasses.replace(timed, end=last.end)
+    return finished
+
+
 def _moves(timeline: Timeline, table: TickTable) -> Iterator[Move]:
+    """Yields gathers at the start, and reductions at the end, of what a stage runs in the tick that
+    needs them."""
     spans: dict[tuple[int, int | None], tuple[float, float]] = {}
     for stage, row in enumerate(timeline.rows):
         for part in row:
             start, _ = spans.get((stage, part.tick), (part.start, part.end))
             spans[stage, part.tick] = start, part.end
-
-    def moves_of(what: str, transfers: Transfers) -> Iterator[Move]:
-        for tick, stage in itertools.product(*map(range, transfers.chunk.shape)):
-            if (chunk := int(transfers.chunk[tick, stage])) == NONE:
-                continue
-            start, end = spans[stage, tick]
-            yield Move(what, stage, chunk, tick, start if what == "gather" else end)
-
-    yield from moves_of("gather", table.gathers)
-    yield from moves_of("reduce", table.reduces)
+    for tick, stage in np.argwhere(table.gathers.chunk != NONE).tolist():
+        start, _ = spans[stage, tick]
+        yield Move("gather", stage, int(table.gathers.chunk[tick, stage]), tick, start)
+    for tick, stage in np.argwhere(table.reduces.chunk != NONE).tolist():
+        _, end = spans[stage, tick]
+        yield Move("reduce", stage, int(table.reduces.chunk[tick, stage]), tick, end)

@@ -13,7 +13,7 @@ from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.lowering.transfers import cached_slots
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.show.exchanges import Message, exchanges
+from jaxpipe.schedule.show.exchanges import Exchange, exchanges
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate
 
 Clock = Literal["free", "device"]
@@ -93,7 +93,7 @@ def report(
     }
 
 
-def _messages(messages: Sequence[Message], timeline: Timeline) -> dict[str, Any]:
+def _messages(messages: Sequence[Exchange], timeline: Timeline) -> dict[str, Any]:
     edges: dict[tuple[int, int], list[float]] = {}
     for message in messages:
         cost = timeline.costs[message.action.virtual_stage].message

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxpipe.schedule.show.exchanges import Message, exchanges
+from jaxpipe.schedule.show.exchanges import Exchange, exchanges
 from jaxpipe.schedule.show.report import place_of
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
@@ -94,7 +94,7 @@ def _complete(
 
 
 def _arrows(
-    messages: Sequence[Message], timeline: Timeline, unit: float, numbers: Iterator[int]
+    messages: Sequence[Exchange], timeline: Timeline, unit: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     """Yields both ends of every arrow, in the middle of the actions that viewers attach them to."""
     ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}

@@ -1,0 +1,590 @@
+"""Costs of a plan: its tick table, bytes on a device, and seconds of a step, each by part.
+
+A schedule's steady state repeats every ``p`` microbatches. A long step is therefore not lowered
+whole: two shorter ones that are ``p`` microbatches apart give the line on which its time and its
+slots lie. The plans that are shown at the end are lowered as they are, unless they are very long.
+
+Bytes are those of the executor's own buffers: slots of the tick table times what a layer keeps, and
+beside them what is live while one layer, or the head, is at work.
+
+Seconds are those of the tick table on the device clock:
+
+=========================  ========================================================================
+communication              hidden by
+=========================  ========================================================================
+messages between stages    late ones: the tick's layers; others nothing (`device_clock.replay`)
+gathers, ZeRO-3            with two weight slots the layers of the ticks in which pieces move, but
+                           for the first chunk; with one slot, or where windows are short, nothing
+reductions of gradients    likewise, but for the last chunk
+between replicas           travels with the reductions
+over model axes            nothing: a layer waits for its own collectives
+residuals on the host      nothing, there or back; nor their slots before the first tick
+after the step             nothing: the optimizer; ZeRO-1 and 2 then gather the new parameters
+=========================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
+from jaxpipe.planning.plans import MASTER_BYTES, SCHEDULES, Links, PlacedPlan, Plan
+from jaxpipe.planning.sizes import ModelSizes, Pass, Variant
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.device_clock import replay, work_of
+from jaxpipe.schedule.lowering.lower import Lowering, lowering
+from jaxpipe.schedule.lowering.table import NONE, TickTable
+from jaxpipe.schedule.lowering.transfers import MoveOptions
+from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.simulate import Costs
+
+RESIDUALS_KEPT = ("until_b", "until_w")
+"""Buffers of residuals, which F fills for B and for W."""
+
+_X_SUMS = 3
+"""Sums over stages of an activation per microbatch: it enters, leaves, and its gradient leaves."""
+_PERIODS = 4
+"""Microbatches, in stages, after which a schedule is in its steady state."""
+_FEWEST = 8
+_MOST_PASSES = 4096
+"""Most forward passes of a program with an order of its own that is lowered as it is."""
+_DIGITS = 2
+"""Significant digits of relative costs that tell two programs apart."""
+
+
+class Measures(NamedTuple):
+    """Seconds, bytes of a device and dollars of a training."""
+
+    time: float
+    memory: float
+    cost: float
+
+    def near(self, other: Measures, factor: float = 1.0) -> bool:
+        """Whether each of them is at most so many times the other's."""
+        return (
+            self.time <= factor * other.time
+            and self.memory <= factor * other.memory
+            and self.cost <= factor * other.cost
+        )
+
+
+class Prediction(NamedTuple):
+    """Predicted time and memory of a plan.
+
+    Args:
+      placed: the plan, its model and cluster.
+      seconds: seconds of a step, by part.
+      bytes: bytes of a device, by part.
+      steps: optimizer steps of the training.
+      compiled_bytes: bytes of a device, by the compiler; None if it was not compiled.
+    """
+
+    placed: PlacedPlan
+    seconds: Mapping[str, float]
+    bytes: Mapping[str, float]
+    steps: float
+    compiled_bytes: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.placed.plan
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes of a device, as compiled, or else as predicted."""
+        return sum(self.bytes.values()) if self.compiled_bytes is None else self.compiled_bytes
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds until the training ends."""
+        return self.steps * self.step_seconds
+
+    @property
+    def dollars(self) -> float:
+        """Cost of all devices until then."""
+        return self.train_seconds * self.placed.cluster.dollars_per_second
+
+    @property
+    def measures(self) -> Measures:
+        """Measures by which plans are compared."""
+        return Measures(self.train_seconds, self.device_bytes, self.dollars)
+
+    @property
+    def model_flops_share(self) -> float:
+        """Share of the devices' data-sheet peak that matmuls take, recomputation not counted."""
+        plan, cluster = self.plan, self.placed.cluster
+        least = min(  # recomputation only adds
+            sizes.layer_flops(plan.rows) + sizes.head.flops(plan.rows)
+            for variant, sizes in self.placed.model.variants.items()
+            if variant.mesh == self.placed.variant.mesh
+        )
+        flops = least * plan.sharing * plan.microbatches * plan.data
+        return flops / (self.step_seconds * cluster.device.flops * cluster.count)
+
+
+# The tick table.
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What decides a tick table.
+
+    Args:
+      schedule: its name.
+      stages, chunks, microbatches: its shape.
+      layers: number of layers of the model.
+      costs: costs of a chunk, relative, for which orders are made; None for the published order.
+      weight_slots, own_slots, shares, sums_in_slots, together: how the pipeline lowers it; no
+        shares where chunks move as a whole.
+      head_layers: how many layers the last stage's head stands for in the partition.
+    """
+
+    schedule: str
+    stages: int
+    chunks: int
+    microbatches: int
+    layers: int
+    costs: Costs | None
+    weight_slots: int = 1
+    own_slots: bool = False
+    shares: int = 0
+    sums_in_slots: bool = False
+    together: bool = False
+    head_layers: float = 0.0
+
+    def shorter(self) -> tuple[tuple[Program, float], ...]:
+        """Programs and weights whose sum has this one's time and slots; itself, if it is short."""
+        p, most = self.stages, max(_PERIODS * self.stages, _FEWEST)
+        passes = p * self.chunks * self.microbatches
+        shown = self.costs is not None and passes <= _MOST_PASSES
+        if shown or self.microbatches <= most + p:
+            return ((self, 1.0),)
+        longer = most + self.microbatches % p
+        periods = (self.microbatches - longer) / p
+        two = (dataclasses.replace(self, microbatches=m) for m in (longer, longer - p))
+        return tuple(zip(two, (1 + periods, -periods), strict=True))
+
+
+def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
+    """Finds the program of a plan.
+
+    Args:
+      published: whether to take the published order, which is made faster.
+    """
+    plan = placed.plan
+    return Program(
+        plan.schedule,
+        plan.stage,
+        plan.chunks,
+        plan.microbatches,
+        placed.model.num_layers,
+        None if published else chunk_costs(placed),
+        weight_slots=min(plan.weight_slots, plan.chunks),
+        own_slots=plan.weights == "unrolled",
+        shares=placed.shares if plan.weight_slots > 1 else 0,
+        sums_in_slots=plan.zero >= 2,
+        together=not plan.ends,
+        head_layers=placed.head_layers,
+    )
+
+
+def grown(program: Program, of: Callable[[Program], float]) -> float:
+    """Extends a number of a program that grows in a line with its microbatches."""
+    return sum(weight * of(short) for short, weight in program.shorter())
+
+
+def lowering_of(program: Program) -> Lowering:
+    """Lowers a program without its transfers over data, once for all programs with its order.
+
+    Raises:
+      ArgumentError: the schedule does not fit the shape.
+    """
+    return _lowering_of(
+        dataclasses.replace(program, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False)
+    )
+
+
+@lru_cache(maxsize=512)
+def _lowering_of(p: Program) -> Lowering:
+    order = _build(
+        p.schedule, stages=p.stages, microbatches=p.microbatches, chunks=p.chunks, costs=p.costs
+    )
+    counts = partition([1.0] * (p.layers - 1) + [1.0 + p.head_layers], order.placement)
+    return lowering(order, counts, together=p.together)
+
+
+_build = lru_cache(maxsize=512)(catalog.build)
+
+
+@lru_cache(maxsize=512)
+def table_of(program: Program) -> TickTable:
+    """Lowers a program, as `jaxpipe.Pipeline` does.
+
+    Raises:
+      ArgumentError: the schedule does not fit the shape.
+    """
+    lowered = lowering_of(program)
+    pieces = max(lowered.layer_counts) if program.shares else 0
+    return lowered.table(
+        weight_slots=program.weight_slots,
+        gradient_slots=None if program.sums_in_slots else lowered.schedule.num_chunks,
+        moving=MoveOptions(program.own_slots, pieces, max(1, program.shares)),
+    )
+
+
+def relative(costs: Costs) -> Costs:
+    """Rounds costs to multiples of F in few digits, so that similar plans share a table.
+
+    Example:
+      >>> relative(Costs(2.0, 2.4444, 1.6, 0.0123))
+      Costs(f=1.0, b=1.2, w=0.8, message=0.0062)
+    """
+    b, w, message = (
+        float(f"{value / costs.f:.{_DIGITS}g}") for value in (costs.b, costs.w, costs.message)
+    )
+    return Costs(1.0, b, w, message)
+
+
+# Bytes.
+
+
+Slots = Mapping[str, float]
+"""Slots of the tick loop's buffers, as in `TickTable.num_slots`; messages "sent" late; chunks of
+"gathers" and "reduces", and layers that are "gathering" and "reducing" while others run."""
+
+
+def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
+    """Predicts bytes by part, on the device that holds the most."""
+    table = table_of(program.shorter()[0][0])
+    gathers, reduces = table.gathers, table.reduces
+    gathering, reducing = (
+        moves.group / moves.shares if moves.shared.any() else 0.0 for moves in (gathers, reduces)
+    )
+    moved = {"gathers": gathers.num_slots, "reduces": reduces.num_slots}
+    moving = {"gathering": gathering, "reducing": reducing}
+    return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
+
+
+def least_bytes(placed: PlacedPlan, program: Program | None = None) -> float:
+    """Bounds the bytes from below: without a schedule, or with one without a tick table."""
+    plan = placed.plan
+    moved = min(plan.weight_slots, plan.chunks)
+    least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0}
+    if program is not None:
+        return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
+    share = SCHEDULES[plan.schedule].in_flight
+    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
+    kept = dict.fromkeys(RESIDUALS_KEPT, plan.chunks * in_flight)
+    crossing = float(not plan.schedule.endswith("-fused"))
+    slots = {**kept, "crossing": crossing, "x": 1, "dy": 1, "sent": 0}
+    return sum(_bytes(placed, {**slots, **least}).values())
+
+
+@lru_cache(maxsize=4096)
+def _slots_of_order(program: Program) -> Slots:
+    """Counts the slots that do not depend on what moves over data."""
+    late = {c.kind for c in lowering_of(program.shorter()[0][0]).channels if c.late_edges}
+
+    def slots(name: str) -> float:
+        return grown(program, lambda short: lowering_of(short).num_slots[name])
+
+    names = (*RESIDUALS_KEPT, "crossing", "x", "dy")
+    return {name: slots(name) for name in names} | {"sent": len(late)}
+
+
+def _residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
+    """Counts the bytes of residuals, wherever they lie."""
+    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in RESIDUALS_KEPT)
+
+
+def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
+    """Counts bytes by part: parameters; weights gathered, or copied in the compute dtype; the state
+    of the optimizer; sums of gradients, and what they are reduced to; activations until B or W;
+    values from B to W; messages; layers on their way over data; values of the layer, or the logits,
+    at work; the batch."""
+    plan, model = placed.plan, placed.model
+    layers, outer = placed.layers_per_chunk, placed.outer_parameters
+    chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
+    kept = placed.updated_parameters if plan.zero == 3 else stage + placed.outer_kept
+    copies = stage if model.compute_bytes != model.parameter_bytes else 0.0
+    if plan.zero == 3:
+        copies = slots["gathers"] * chunk
+    gathered_outer = outer if plan.zero == 3 or plan.ends else 0.0
+    sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
+    reduced = placed.stage_part if plan.zero else 0.0
+    inboxes = (slots["x"] + slots["dy"] + slots["sent"]) * placed.sizes.message.at(plan.rows)
+    parts = {
+        "parameters": model.parameter_bytes * kept,
+        "copies": copies * model.compute_bytes + gathered_outer * model.parameter_bytes,
+        "optimizer": placed.optimizer_bytes,
+        "gradients": MASTER_BYTES * (sums + outer + reduced),
+        "residuals": 0.0 if plan.on_host.residuals else _residual_bytes(placed, slots),
+        "crossing": layers * slots["crossing"] * placed.mean("crossing"),
+        "inboxes": inboxes,
+        "moving": _moving_bytes(placed, slots),
+        "working": _live_bytes(placed),
+        "batch": model.row_bytes * plan.rows * plan.microbatches,
+    }
+    if plan.on_host.state:  # it comes when the values of layers are gone
+        of_layers = ("residuals", "crossing", "inboxes", "moving", "working")
+        left = parts["optimizer"] - sum(parts[name] for name in of_layers)
+        parts["optimizer"] = max(0.0, left)
+    return parts
+
+
+def _moving_bytes(placed: PlacedPlan, slots: Slots) -> float:
+    """Counts the bytes of layers on their way over data: whole, and as this device's part."""
+    plan, both = placed.plan, placed.layer_parameters + placed.layer_part
+    gathering = slots["gathering"] * both * placed.model.compute_bytes if plan.zero == 3 else 0.0
+    reducing = 0.0
+    if plan.data * plan.context > 1:
+        elements = both if plan.zero else placed.layer_parameters
+        reducing = slots["reducing"] * elements * MASTER_BYTES
+    return gathering + reducing
+
+
+def _live_bytes(placed: PlacedPlan) -> float:
+    """Counts what is live while a layer, with weights cut out of their stack, or the head runs."""
+    plan, sizes = placed.plan, placed.sizes
+    layer = placed.mean("live")
+    if plan.weights == "stacked":
+        layer += placed.layer_parameters * placed.model.compute_bytes
+    return max(layer, _outer_share(placed) * sizes.head_live.at(plan.rows))
+
+
+def _outer_share(placed: PlacedPlan) -> float:
+    """The share of embedding and head that a device computes."""
+    whole = placed.sizes.outer_parameters
+    return placed.outer_parameters / whole if whole else 1.0
+
+
+# Seconds.
+
+
+class LayerTransfer(NamedTuple):
+    """Seconds in which a layer's weights are gathered over data, and its gradient is reduced."""
+
+    gather: float
+    reduce: float
+
+
+_NOTHING = LayerTransfer(0.0, 0.0)
+
+
+def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
+    """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
+    for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
+    plan, layer = placed.plan, layer_costs(placed)
+    layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
+    at_end = plan.stage * _head(placed) if plan.ends else 0.0
+    makespan = grown(program, lambda short: replayed(short, layer, head=at_end))
+    waits = makespan - layers - (head if plan.ends else 0.0)
+    transfers = _exposed(program, layer, transfer(placed)) + _outer_transfer(placed)
+    if plan.on_host.residuals:  # their slots are made there
+        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
+    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
+    return parts | {"update": _update(placed)}
+
+
+def least_seconds(placed: PlacedPlan) -> float:
+    """Bounds the seconds of a step from below, whatever the schedule."""
+    plan, layer = placed.plan, layer_costs(placed)
+    # The last stage waits for the first microbatch; where B and W are one, the first stage also
+    # waits for the last gradient to come back.
+    back = layer.b + layer.w if plan.schedule.endswith("-fused") else 0.0
+    chunk = placed.model.num_layers / plan.num_chunks
+    fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
+    *_, whole_head = _passes(placed)
+    head = plan.microbatches * whole_head / plan.stage
+    outside = _outer_transfer(placed) + _update(placed)
+    return _layer_seconds(placed, layer) + fill + head + outside
+
+
+def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
+    """Seconds of a stage's layers in a step."""
+    plan = placed.plan
+    layers = plan.microbatches * placed.model.num_layers / plan.stage
+    return layers * (layer.f + layer.b + layer.w)
+
+
+def _passes(placed: PlacedPlan) -> tuple[float, ...]:
+    """Times F, B and W of a layer, the mean if they differ, without what the layout of weights
+    adds, and embedding and head of a microbatch on one stage."""
+    return _passes_of(
+        *(placed.model, placed.variant, placed.plan.rows, placed.cluster, placed.sharing_links)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _passes_of(
+    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
+) -> tuple[float, ...]:
+    def timed(layer_pass: Pass) -> float:
+        """Times kernels at the roofline, copies, and collectives, one after another."""
+        seconds = layer_pass.values.at(rows) / cluster.bandwidth
+        for kernel in layer_pass.kernels:
+            at_peak = kernel.flops.at(rows) / cluster.flops
+            seconds += LAUNCH_SECONDS + max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
+        for collective in layer_pass.collectives:
+            sent = max(collective.sent.at(rows), 0.0)
+            seconds += cluster.device.latency + sent / links.along(collective.axis)
+        return seconds
+
+    sizes = model.variants[variant]
+    by_kind = [[timed(layer_pass) for layer_pass in layer.passes] for layer in sizes.layers]
+    of_layers = [by_kind[kind] for kind in sizes.kind_of]
+    means = (sum(values) / len(of_layers) for values in zip(*of_layers, strict=True))
+    return *means, timed(sizes.head)
+
+
+def layer_costs(placed: PlacedPlan) -> Costs:
+    """Times F, B and W of a layer, the mean if they differ, and a message."""
+    plan, cluster = placed.plan, placed.cluster
+    f, b, w, _ = _passes(placed)
+    copies, sums = _of_weights(placed)
+    f, b, w = f + copies, b + copies, w + sums
+    if plan.on_host.residuals:
+        until_b, until_w = (placed.mean(name) / cluster.bus for name in RESIDUALS_KEPT)
+        f, b = f + until_b + until_w, b + until_b + until_w
+        w += 0.0 if plan.schedule.endswith("-fused") else until_w
+    sent = 0.0
+    if plan.stage > 1:
+        sent = cluster.device.latency + placed.sizes.message.at(plan.rows) / placed.stage_link
+    return Costs(f, b, w, sent)
+
+
+def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
+    """Times cutting a layer's weights out of their stack, for F and for B, and adding a gradient.
+
+    Unrolled weights are read where they lie, and their gradients added within the matmul
+    (docs/design/001-executor.md)."""
+    plan, bandwidth = placed.plan, placed.cluster.bandwidth
+    size, read = placed.layer_parameters, placed.model.compute_bytes
+    if plan.weights == "unrolled":
+        return 0.0, MASTER_BYTES * size / bandwidth
+    return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
+
+
+def transfer(placed: PlacedPlan) -> LayerTransfer:
+    """Times gathering a layer's weights over data, and reducing its gradient."""
+    plan, size, part = placed.plan, placed.layer_parameters, placed.layer_part
+    latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
+    gather = 0.0
+    if plan.zero == 3:
+        gather = latency + (size - part) * placed.model.compute_bytes / placed.data_link
+    times = 1 if plan.zero else 2  # a sum scatters and gathers
+    reduce = times * (latency + MASTER_BYTES * (size - part) / placed.data_link)
+    return LayerTransfer(gather, reduce + _among_copies(placed, size, part))
+
+
+def _among_copies(placed: PlacedPlan, size: float, part: float) -> float:
+    """Times the sum of data shards' gradients over replicas and context."""
+    plan = placed.plan
+    own = MASTER_BYTES * (part if plan.zero else size)
+    seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
+    return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
+
+
+def chunk_costs(placed: PlacedPlan) -> Costs:
+    """Costs of a chunk as a configuration has them: relative to its F, in few digits."""
+    layer, share = layer_costs(placed), placed.model.num_layers / placed.plan.num_chunks
+    return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
+
+
+def _exposed(program: Program, layer: Costs, moved: LayerTransfer) -> float:
+    """Seconds of the transfers over data that nothing hides.
+
+    Where they lie under layers they take as long in a longer step, which only has more layers to
+    hide them; where chunks move as a whole, they move for every group of microbatches again.
+    """
+    if moved == _NOTHING:
+        return 0.0
+
+    def extra(short: Program) -> float:
+        return replayed(short, layer, moved) - replayed(short, layer)
+
+    steady = program.shorter()[0][0]
+    table = table_of(steady)
+    shared = table.gathers.shared.any() or table.reduces.shared.any()
+    return max(0.0, extra(steady) if shared else grown(program, extra))
+
+
+def replayed(
+    program: Program, layer: Costs, moved: LayerTransfer = _NOTHING, *, head: float = 0.0
+) -> float:
+    """Times the table on the device clock, with transfers in its ticks and at its edges.
+
+    ``head`` is how long the last stage's head takes a microbatch.
+    """
+    table = table_of(program)
+    costs = [
+        Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
+        for layers in table.layer_counts
+    ]
+    work = np.sum(list(work_of(table, costs).values()), axis=0)
+    work[table.head != NONE, table.schedule.placement.stages[-1]] += head
+    seconds, under = 0.0, np.zeros(table.num_ticks)
+    for moves, of_layer in zip((table.gathers, table.reduces), moved, strict=True):
+        if not of_layer:
+            continue
+        chunk = of_layer * table.layers_per_chunk
+        seconds += len(moves.edge.chunk) * chunk
+        under += of_layer * moves.group / moves.shares * moves.shared
+        if moves.whole:
+            work = work + chunk * (moves.chunk >= 0)
+    # All stages take part, and a tick ends with the later of its layers and its transfers.
+    work = np.maximum(work, under[:, None])
+    message = layer.message if program.stages > 1 else 0.0
+    return seconds + float(replay(table, work, message=message)[-1].max())
+
+
+def _head(placed: PlacedPlan) -> float:
+    """Times embedding and head of one microbatch: a stage's part, and sums over stages if all
+    compute them together."""
+    plan, sizes = placed.plan, placed.sizes
+    *_, whole = _passes(placed)
+    if plan.stage == 1 or plan.ends:
+        return whole / plan.stage
+    launches = LAUNCH_SECONDS * len(sizes.head.kernels)
+    over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.message.at(plan.rows)
+    sums = _X_SUMS * over_stages / placed.stage_link
+    return (whole - launches) * _outer_share(placed) + launches + sums
+
+
+def _outer_transfer(placed: PlacedPlan) -> float:
+    """Times embedding and head over data and, at the ends, over stages: gathered before the step
+    (over data with ZeRO-3), reduced after it."""
+    plan, size, kept = placed.plan, placed.model.parameter_bytes, placed.outer_kept
+    part = kept / plan.parts
+    gathered = size * (kept - part) if plan.zero == 3 else 0.0
+    reduced = (1 if plan.zero else 2) * MASTER_BYTES * (kept - part)
+    over_stages = (size + MASTER_BYTES) * (placed.outer_parameters - kept) / placed.stage_link
+    over_data = (gathered + reduced) / placed.data_link
+    return over_data + over_stages + _among_copies(placed, kept, part)
+
+
+def _update(placed: PlacedPlan) -> float:
+    """Times reads and writes of the optimizer, casts, and ZeRO-1's and 2's gather of parameters."""
+    plan, model, cluster = placed.plan, placed.model, placed.cluster
+    updated = placed.updated_parameters
+    # Parameters and moments there and back, and gradients.
+    moved = updated * (2 * model.parameter_bytes + MASTER_BYTES * (2 * model.moments + 1))
+    seconds = moved / cluster.bandwidth
+    if plan.on_host.state:  # there and back, while nothing runs
+        seconds += 2 * placed.optimizer_bytes / cluster.bus
+    if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
+        cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
+        seconds += cast / cluster.bandwidth
+    if plan.zero in (1, 2):
+        whole = placed.stage_parameters + placed.outer_kept
+        seconds += model.parameter_bytes * (whole - updated) / placed.data_link
+    return seconds

@@ -1,0 +1,381 @@
+"""Counts what a model's layers compute, move and keep, from the traces that a pipeline runs.
+
+Nothing is compiled, and no device of the cluster is needed: a pipeline of one stage on as many
+simulated devices as share a layer is traced at two numbers of rows, between which everything grows
+in a line: at which layers have the same kernels, for what W computes again may depend on sizes.
+
+Matmuls, convolutions, attention, gathers and the like are kernels of their own, which read their
+operands and write their results. What is element by element is fused: only what such a kernel, a
+reduction or the program's caller reads is written, by one kernel that reads what it is made from.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, Pass, SizedCollective, Sizes
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
+from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.layers.losses import differentiated
+from jaxpipe.runtime.layers.split import Split
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.measure import traced
+from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.tick.fixed import Fixed
+from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes
+
+EXPERT = "expert"
+"""The axis of data shards that split experts."""
+_ROWS = 2, 4, 8, 16, 32
+"""Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
+
+_RENAMES = {"reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"}
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_precision_sum"}
+_FREE = {"optimization_barrier", "iota", "broadcast_in_dim", "axis_index", "create_token"}
+_HEAVY = {
+    *("dot_general", "conv_general_dilated", "ragged_dot_general", "gather", "scatter"),
+    *("scatter-add", "scatter_add", "sort", "top_k", "cumsum", "dynamic_update_slice"),
+    *("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", "while", "scan"),
+    *("cond", "custom_call", "pure_callback", "reduce_window_sum", "select_and_scatter_add"),
+}
+_COLLECTIVES: Mapping[str, Callable[[int], float]] = {
+    **dict.fromkeys(("psum", "psum_invariant", "pmax"), lambda group: 2 * (group - 1) / group),
+    **dict.fromkeys(("reduce_scatter", "psum_scatter"), lambda group: (group - 1) / group),
+    "all_gather": lambda group: group - 1,
+    "all_to_all": lambda group: (group - 1) / group,
+    "ppermute": lambda group: 1,
+}
+"""How many times its operands a device sends within a group, by primitive."""
+_ATTENTION_MATMULS = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 5,
+}
+"""Dao et al. 2022, algorithms 1 and 4."""
+
+
+def sizes(
+    pipe: Pipeline, batch: Callable[[int], Batch], rng: Key = None, *, compute_bytes: int
+) -> Sizes:
+    """Counts a model on the devices that share its layers.
+
+    Args:
+      pipe: of one stage, and one data shard or those of an expert axis; its microbatches do not
+        matter.
+      batch: the shapes of a batch with so many rows.
+      rng: as for `Pipeline.value_and_grad`, or its shape.
+      compute_bytes: of a weight where layers read it.
+
+    Raises:
+      ValueError: the pipeline has several stages or data shards.
+    """
+    experts = pipe.mesh.shape.get(EXPERT, 1)
+    if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
+        raise ValueError("a model is counted on one stage and one data shard")
+    times = pipe.schedule.num_microbatches * experts
+    counts = (_counted(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS)
+    for rows, (few, many) in zip(
+        itertools.pairwise(_ROWS), itertools.pairwise(counts), strict=True
+    ):
+        if _num_kernels(few) == _num_kernels(many):
+            line = functools.partial(_line, rows)
+            return jax.tree.map(line, few, many, is_leaf=lambda value: isinstance(value, Linear))
+    raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
+
+
+def _line(rows: tuple[int, int], few: object, many: Linear) -> object:
+    """Makes the line through the counts at two numbers of rows; the rest is the same at both."""
+    if not isinstance(few, Linear):
+        return few
+    slope = (many.fixed - few.fixed) / (rows[1] - rows[0])
+    return Linear(few.fixed - slope * rows[0], slope)
+
+
+def _num_kernels(sizes: Sizes) -> list[int]:
+    return [len(layer_pass.kernels) for layer in sizes.layers for layer_pass in layer.passes]
+
+
+def _number(value: float) -> Linear:
+    """Makes the line of a count whose growth is not known yet."""
+    return Linear(float(value), 0.0)
+
+
+def _counted(pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int) -> Sizes:
+    """Counts a model for one number of rows."""
+    axes = dict(pipe.mesh.shape)
+
+    def read(fixed: Fixed, batch: StepMicrobatches) -> Sizes:
+        layers, outer = fixed.layers, jax.tree.map(Leaf.struct, fixed.setup.layout.outer)
+        split = dict(jax.tree.leaves_with_path(pipe.model.stage_split))
+        elements = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(outer)}
+        head = _head(fixed, batch, outer, axes)
+        return Sizes(
+            layers=tuple(
+                _layer(kind, fixed.params.canonical_of(kind.example), axes, compute_bytes)
+                for kind in layers.kinds
+            ),
+            kind_of=layers.kind_of,
+            message=_number(max(map(tree_bytes, layers.activations))),
+            outer_parameters=sum(elements.values()),
+            outer_split=sum(size for path, size in elements.items() if path in split),
+            head=head.work,
+            head_live=_number(head.live),
+        )
+
+    return traced.within(pipe, batch, rng, read)
+
+
+def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[str, int]) -> Counted:
+    x = fixed.layers.activations[fixed.layers.last]
+
+    def head(outer: Shapes, x: Activation) -> tuple[jax.Array, Shapes]:
+        def loss(outer: Shapes, x: Activation) -> jax.Array:
+            return differentiated(fixed.head(batch, outer, x, 0))
+
+        value, vjp = jax.vjp(loss, outer, x)
+        return value, vjp(jax.numpy.ones_like(value))
+
+    program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x)).jaxpr
+    arrived = program.invars[len(jax.tree.leaves(outer)) :]  # from the last stage
+    return count(program.eqns, program.outvars, axes, slots=arrived)
+
+
+def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes: int) -> LayerSizes:
+    split, leaves = kind.split, jax.tree.leaves(own)
+    f, b, w, fused = _passes(split, axes, compute_bytes)
+    return LayerSizes(
+        f=f.work,
+        b=b.work,
+        w=w.work,
+        parameters=sum(math.prod(leaf.shape) for leaf in leaves),
+        until_b=_number(tree_bytes(list(split.until_b))),
+        until_w=_number(tree_bytes(list(split.until_w))),
+        crossing=_number(tree_bytes(list(split.crossing))),
+        live=_number(max(counted.live for counted in (f, b, w, fused))),
+        shapes=tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart),
+        expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
+    )
+
+
+def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[Counted]:
+    """Counts F, B and W of a layer, and both backwards as one."""
+    forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
+    kept = [*split.kept_until_b, *split.kept_until_w]
+    weights = dict.fromkeys(forward.invars[: split.traced.params.num_leaves], compute_bytes)
+    returned, source = [*split.traced.outputs, *kept], split.traced.source
+    crosses = set(split.crosses)
+    # What the backward reads of the forward: residuals from slots, or weights.
+    from_slots = {v for v in source if source[v] in kept}
+    read = [v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept]
+    of_weights = dict.fromkeys(read, compute_bytes)
+    dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
+    dparams = [v for v in dparams if jaxprs.is_var(v)]
+    programs: list[tuple[Eqns, Sequence[Atom], Vars, Mapping[Atom, int]]] = [
+        (jaxprs.needed(forward.eqns, returned), returned, set(kept), weights),
+        (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
+        ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
+        ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
+    ]
+    return [
+        count(eqns, outputs, axes, slots=slots, stored=dparams, weights=own)
+        for eqns, outputs, slots, own in programs
+    ]
+
+
+# Kernels of traced equations.
+
+
+class Counted(NamedTuple):
+    """Work of equations for one number of rows, and the most bytes that exist at once of what is
+    cut out of slots and what kernels make."""
+
+    work: Pass
+    live: float
+
+
+def count(
+    eqns: Eqns,
+    outputs: Iterable[Atom],
+    axes: Mapping[str, int],
+    *,
+    slots: Collection[Atom] = (),
+    stored: Collection[Atom] = (),
+    weights: Mapping[Atom, int] = MappingProxyType({}),
+) -> Counted:
+    """Counts flat equations.
+
+    Args:
+      eqns: with calls inlined, in order.
+      outputs: variables that are returned.
+      axes: devices along the axes of the mesh.
+      slots: variables that are read from slots, or, among the outputs, written to them.
+      stored: outputs that are added to what lies elsewhere, such as gradients.
+      weights: variables that are weights, with the bytes of an element of the copy that is read.
+    """
+    program = _Program(eqns, outputs, weights)
+    kernels: list[Kernel] = []
+    collectives: list[SizedCollective] = []
+    copied = 0.0
+    for eqn in eqns:
+        if eqn.primitive.name in _COLLECTIVES:
+            collectives += _collective(eqn, axes)
+        elif _fuses(eqn):
+            kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
+        else:
+            read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
+            moved = sum(map(program.bytes, [*read, *written]))
+            kernels.append(Kernel(_number(_flops(eqn)), _number(moved)))
+            # A kernel that is not fused reads a copy that is cut out of the slot, and its results
+            # are copied into one.
+            copies = {v for v in read if v in slots}
+            copies |= {v for v in written if program.kept_as(v, slots)}
+            copied += 2 * sum(map(program.bytes, copies))
+    work = Pass(tuple(kernels), _number(copied), tuple(collectives))
+    return Counted(work, program.live_bytes(slots, stored))
+
+
+class _Program:
+    """Variables that exist in memory, and what each is made from."""
+
+    def __init__(self, eqns: Eqns, outputs: Iterable[Atom], weights: Mapping[Atom, int]) -> None:
+        self.eqns, self.outputs = eqns, [v for v in outputs if jaxprs.is_var(v)]
+        self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.weights, self.casts = weights, dict[tuple[Atom, Any], Atom]()
+        wanted = list(self.outputs)
+        for eqn in eqns:
+            if not _fuses(eqn):
+                wanted += _inputs(eqn)
+            if eqn.primitive.name in _REDUCTIONS:
+                wanted += eqn.outvars
+        makers = ((v, self.maker.get(v)) for v in map(self.origin, wanted))
+        self.materialised = {
+            v
+            for v, eqn in makers
+            if eqn is not None and _fuses(eqn) and eqn.primitive.name not in _FREE
+        }
+
+    def origin(self, v: Atom) -> Atom:
+        """Finds the variable that this one renames; for a weight in another dtype, the weight."""
+        while (eqn := self.maker.get(v)) is not None:
+            name = eqn.primitive.name
+            if name not in _RENAMES or not jaxprs.is_var(eqn.invars[0]):
+                return v
+            source = eqn.invars[0]
+            if name == "convert_element_type" and self.origin(source) not in self.weights:
+                # Equal casts are one.
+                return self.casts.setdefault((self.origin(source), v.aval.dtype), v)
+            v = source
+        return v
+
+    def kept_as(self, v: Atom, slots: Collection[Atom]) -> bool:
+        """Whether a variable is an output that goes to a slot, perhaps by another name."""
+        return any(self.origin(out) is v for out in self.outputs if out in slots)
+
+    def bytes(self, v: Atom) -> float:
+        return math.prod(v.aval.shape) * self.weights.get(v, _itemsize(v))
+
+    def fusion(self, v: Atom) -> Kernel:
+        """Makes the kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
+        moved = self.bytes(v) + sum(map(self.bytes, self._in_memory(self.maker[v])))
+        return Kernel(_number(0.0), _number(moved))
+
+    def _in_memory(self, kernel: Eqn) -> Vars:
+        """Variables in memory that an equation is computed from, through what is fused into it."""
+        read, seen, operands = set[Atom](), set[int](), _inputs(kernel)
+        while operands:
+            v = self.origin(operands.pop())
+            eqn = self.maker.get(v)
+            if eqn is None or not _fuses(eqn) or v in self.materialised:
+                read.add(v)
+            elif id(eqn) not in seen:
+                seen.add(id(eqn))
+                operands += _inputs(eqn)
+        return read
+
+    def live_bytes(self, slots: Collection[Atom], stored: Collection[Atom]) -> float:
+        """The most bytes at once of what is cut out of slots and what kernels make, in their order.
+
+        A value exists until it is last read, or to the end if it is returned, but for those that
+        are ``stored`` elsewhere.
+        """
+        kernels: list[tuple[list[Atom], Vars]] = []
+        for eqn in self.eqns:
+            if not _fuses(eqn):
+                kernels.append((eqn.outvars, self._in_memory(eqn)))
+                continue
+            made = [v for v in eqn.outvars if v in self.materialised]
+            kernels += [([v], self._in_memory(eqn)) for v in made]
+        read = set[Atom]().union(*(read for _, read in kernels))
+        elsewhere = {self.origin(v) for v in (*stored, *slots)} - read
+        sizes = {v: self.bytes(v) for made, _ in kernels for v in made if v not in elsewhere}
+        last = {v: n for n, (made, read) in enumerate(kernels) for v in (*made, *read)}
+        last |= {self.origin(v): len(kernels) for v in self.outputs if v not in {*stored, *slots}}
+        cut = {v: self.bytes(v) for v in slots if v in last and v not in self.maker}
+        sizes |= cut
+        live = most = sum(cut.values())
+        for n, (made, read) in enumerate(kernels):
+            live += sum(sizes.get(v, 0.0) for v in made)
+            most = max(most, live)
+            live -= sum(sizes.get(v, 0.0) for v in {*made, *read} if last[v] == n)
+        return most
+
+
+def _fuses(eqn: Eqn) -> bool:
+    name = eqn.primitive.name
+    return not (name in _HEAVY or name in _COLLECTIVES or jaxprs.multiplies(eqn))
+
+
+def _inputs(eqn: Eqn) -> list[Atom]:
+    return [v for v in eqn.invars if jaxprs.is_var(v)]
+
+
+def _itemsize(v: Atom) -> int:
+    dtype = v.aval.dtype
+    return getattr(dtype, "itemsize", 8)  # a key has none on some versions of jax
+
+
+def _flops(eqn: Eqn) -> float:
+    """Multiplications and additions of a matmul, a convolution or an attention."""
+    name, out = eqn.primitive.name, math.prod(eqn.outvars[0].aval.shape)
+    if name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * out * math.prod(shape[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        features = kernel[numbers.rhs_spec[0]]
+        return 2.0 * out * math.prod(kernel) / features
+    if name in _ATTENTION_MATMULS:
+        query, key = (v.aval.shape for v in eqn.invars[:2])
+        causal = "CAUSAL" in str(eqn.params.get("mask_type", ""))
+        whole = 2.0 * _ATTENTION_MATMULS[name] * math.prod(query) * key[1]
+        return whole / 2 if causal else whole
+    if name == "scan":
+        inner = eqn.params["jaxpr"].jaxpr.eqns
+        return eqn.params["length"] * sum(map(_flops, inner))
+    if name == "cond":
+        return max(sum(map(_flops, branch.jaxpr.eqns)) for branch in eqn.params["branches"])
+    return 0.0
+
+
+def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[SizedCollective]:
+    """Counts what a device sends of its operands; nothing over axes of one device."""
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = names if isinstance(names, tuple) else (names,)
+    group = math.prod(axes.get(str(name), 1) for name in names)
+    if group == 1:
+        return []
+    own = sum(math.prod(v.aval.shape) * _itemsize(v) for v in _inputs(eqn))
+    kind = eqn.primitive.name
+    return [
+        SizedCollective("+".join(map(str, names)), kind, _number(_COLLECTIVES[kind](group) * own))
+    ]

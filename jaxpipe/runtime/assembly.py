@@ -1,0 +1,182 @@
+"""A model, a schedule and a mesh put together: layouts, tick tables and programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache, partial
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpipe.runtime import checks, filters
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layout.placing import Placing
+from jaxpipe.runtime.layout.precision import compute_dtypes
+from jaxpipe.runtime.layout.splits import read_splits
+from jaxpipe.runtime.layout.whole_model import StateLayout, WithFrozen, make_layouts
+from jaxpipe.runtime.mesh import Axes, transfers_overlap
+from jaxpipe.runtime.options import Options
+from jaxpipe.runtime.tables import Tables
+from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.fixed import Setup
+from jaxpipe.runtime.tick.microbatches import split_rows
+from jaxpipe.runtime.tick.stamps import Stamps
+from jaxpipe.runtime.trees import elsewhere, shapes_of
+from jaxpipe.runtime.types import Batch, Key, Params, Placed, States, Tree
+from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.lowering.lower import forward_only
+from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.problems import refuse
+
+NO_STATES = "This model's layers keep no state: Pipeline was given no states."
+
+
+class Assembly:
+    """The parts of a pipeline; `jaxpipe.Pipeline` is one, and adds the methods that users call.
+
+    Args:
+      model, params, schedule, states: as for `Pipeline`, and checked.
+      mesh: with automatic axes.
+      axes: which of them are those of stages and of data.
+      options: those that depend on the mesh decided.
+
+    Attributes:
+      table: the tick table of a step.
+      layout, frozen: where the parameters that are trained lie, and the others if there are any.
+      compute_dtypes: dtypes in which layers compute, for each of both; None for their own.
+      params_placing: places all parameters.
+      trained_placing: places those that are trained.
+      states_placing: places the layers' states; None for a model without, as is ``state_layout``.
+      placed_optimizer: makes an optimizer's `PlacedOptimizer`, once.
+      program: makes a program, once; see `make_program`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        schedule: Schedule,
+        *,
+        mesh: Mesh,
+        axes: Axes,
+        states: States,
+        options: Options,
+    ) -> None:
+        params, states = shapes_of(params), shapes_of(states)
+        self.model, self.schedule, self.mesh, self.axes = model, schedule, mesh, axes
+        self.options = options
+        layer_counts = options.layer_counts
+        if layer_counts is None:
+            layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
+        parts = filters.split_trainable(params, options.trainable)
+        split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
+        together = model.stage_split is not None
+        self._tables = Tables.of(params["layers"], split[1], options, mesh, together=together)
+        self.table = self._tables.of_step(schedule, layer_counts)
+        self.layout, self.frozen = make_layouts(
+            *parts, *split, mesh=mesh, axes=axes, table=self.table, weights=options.weights
+        )
+        self.compute_dtypes = compute_dtypes(
+            (self.layout, self.frozen), options.compute_dtype, options.full_precision
+        )
+        place = partial(Placing, sharded=options.zero == 3, name="params")
+        self.params_placing = self.trained_placing = place(self.layout)
+        if self.frozen:
+            self.params_placing = place(WithFrozen(self.layout, self.frozen))
+        make = partial(PlacedOptimizer, params=self.layout, zero=options.zero)
+        # Optimizers are told apart by their types, too: `OnHost` equals what it wraps.
+        self.placed_optimizer = lru_cache(maxsize=8, typed=True)(make)
+        self.program = lru_cache(maxsize=8)(self.make_program)
+        self.state_layout, self.states_placing = None, None
+        if states is not None:
+            layout = StateLayout.of(states, self.layout)
+            self.state_layout = layout.layers
+            self.states_placing = Placing(layout, sharded=False, name="states")
+
+    @cached_property
+    def forward_table(self) -> TickTable:
+        """The tick table of the schedule's forwards alone."""
+        return self._tables.of_step(forward_only(self.schedule), self.table.layer_counts)
+
+    @cached_property
+    def chunk_table(self) -> TickTable:
+        """The tick table of a step that updates chunk by chunk."""
+        return self._tables.of_chunks(self.schedule, self.table.layer_counts)
+
+    def setup(self, table: TickTable) -> Setup:
+        """Describes the run of a table of this pipeline's placement and layers."""
+        frozen = None if self.frozen is None else self.frozen.local
+        return Setup(
+            self.model,
+            self.layout.local,
+            frozen,
+            table,
+            self.options,
+            states=self.state_layout,
+            compute=self.compute_dtypes,
+            overlaps=transfers_overlap(self.mesh),
+        )
+
+    def make_program(
+        self, result: str, *, inputs: tuple[int, ...] = (), stamps: Stamps | None = None
+    ) -> Callable[..., executor.Step]:
+        """Makes what runs a table on all devices: the step's, or that of its forwards.
+
+        It is jitted, so that calls outside `jax.jit` compile it once, and inlined inside. Its
+        arguments are placed parameters, batch, key and states.
+
+        Args:
+          result: "train" for gradients, too; "loss" alone; or "outputs".
+          inputs: numbers of the batch's arrays whose gradients are wanted.
+          stamps: where to note when layers run.
+        """
+        outputs = result == "outputs"
+        setup = self.setup(self.table if result == "train" else self.forward_table)
+        setup = dataclasses.replace(setup, outputs=outputs, inputs=inputs, stamps=stamps)
+
+        def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
+            rows = split_rows(batch, self.schedule.num_microbatches)
+            return executor.run(setup, placed, rows, rng, states)
+
+        data = P(self.axes.data)
+        collected = data if outputs else P()
+        gradients = self.layout.specs(sharded=self.options.zero >= 1) if setup.trains else None
+        specs = executor.Step(collected, gradients, P(self.axes.stage), data)
+        return jax.jit(self.shard_map(body, self.in_specs, specs), inline=True)
+
+    @property
+    def in_specs(self) -> Tree:
+        """Partition specs of a step's arguments: placed parameters, batch, key and states."""
+        return self.params_placing.specs, P(self.axes.data), P(), P(self.axes.stage)
+
+    def shard_map(
+        self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+    ) -> Callable[..., Tree]:
+        """Makes one program of ``body`` on every device."""
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def check(
+        self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
+    ) -> None:
+        """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
+        rest = [*self.batch_problems(batch), *self._states_problems(states)]
+        rest = rest or list(elsewhere(self.mesh, batch=batch))
+        refuse([*self.params_placing.problems(name, placed), *others, *rest])
+
+    def batch_problems(self, batch: Batch) -> list[str]:
+        """Lists what is wrong with a batch."""
+        shards = self.axes.num_shards(self.mesh)
+        return list(checks.batch(batch, self.schedule.num_microbatches, shards))
+
+    def _states_problems(self, states: States) -> list[str]:
+        if self.states_placing is None:
+            return [] if states is None else [NO_STATES]
+        if states is None:
+            return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
+        return self.states_placing.problems("states", states)

@@ -1,0 +1,64 @@
+"""The options of a pipeline, as one object: how it runs, beside what it runs and where."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxpipe.runtime import host
+from jaxpipe.runtime.filters import Filter
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.remat import chosen_remat, unknown_remat
+from jaxpipe.runtime.layout.whole_model import LAYOUTS
+from jaxpipe.runtime.mesh import Axes, transfers_overlap
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.problems import Problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Arguments of `jaxpipe.Pipeline` that say how it runs; what each means is documented there.
+
+    ``vars`` gives them back as arguments, for another pipeline that runs alike.
+    """
+
+    trainable: Filter | None
+    compute_dtype: DTypeLike | None
+    full_precision: Filter
+    remat: str
+    zero: int
+    weights: str
+    weight_slots: int
+    residuals: str
+    pair_layers: bool | None
+    layer_counts: Sequence[int] | None
+    poison: bool
+
+    def problems(self, mesh: Mesh) -> Iterator[Problem]:
+        """Yields what is wrong with single options, whatever the model and the schedule."""
+        if self.remat != "auto":
+            yield from unknown_remat(self.remat)
+        if self.zero not in (0, 1, 2, 3):
+            nearest = (min(max(self.zero, 0), 3),) if isinstance(self.zero, int) else (0, 1, 2, 3)
+            yield Problem("zero", self.zero, "is not a level", nearest)
+        if self.weights not in LAYOUTS:
+            rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
+            yield Problem("weights", self.weights, rule)
+        if not isinstance(self.weight_slots, int) or self.weight_slots < 1:
+            yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
+        yield from host.of_residuals(self.residuals, mesh)
+        if self.pair_layers not in (None, True, False):
+            yield Problem("pair_layers", self.pair_layers, "is no choice", (None, True, False))
+
+    def on(self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule) -> Options:
+        """Returns the options with those that depend on the mesh decided."""
+        remat = chosen_remat(self.remat, mesh.devices.flat[0].platform)
+        zero = self.zero if axes.num_parts(mesh) > 1 else 0
+        pairs = self.pair_layers
+        if pairs is None:
+            communicates = model.uses_axes and transfers_overlap(mesh)
+            pairs = communicates and model.layers_are_alike and bool(schedule.overlapped)
+        return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)

@@ -1,0 +1,167 @@
+"""Prepares a run: follows the activations through the layers, and checks embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.runtime.layers import losses
+from jaxpipe.runtime.layers.calls import output_shapes
+from jaxpipe.runtime.layers.jaxprs import collectives
+from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
+from jaxpipe.runtime.layout.buffers import SharedBuffers
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.whole_model import SHARED, Layout, layer_rows
+from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
+from jaxpipe.runtime.tick.fixed import (
+    RESIDUALS,
+    RESIDUALS_OF_F,
+    Fixed,
+    GradientSink,
+    Setup,
+    WeightSource,
+    context_of,
+    losses_of_layers,
+    mean_scale,
+)
+from jaxpipe.runtime.tick.inputs import read_by_layers
+from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.trees import combine
+from jaxpipe.runtime.types import (
+    Activation,
+    Batch,
+    Key,
+    OuterParams,
+    Shapes,
+    Tree,
+)
+from jaxpipe.schedule.problems import refuse
+
+
+def fix(
+    setup: Setup,
+    batch: Microbatches,
+    outer: OuterParams,
+    *,
+    weights: WeightSource,
+    gradients: GradientSink | None,
+) -> Fixed:
+    """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
+    rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
+    model, axes = setup.model, setup.layout.axes
+    stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
+    rows_of_one, rng = jax.eval_shape(lambda: context_of(batch, 0, 0, shard))
+    trained, *frozen = ([layer_shapes(one, n) for n in numbers] for one in setup.layouts)
+    layers = sort_layers(
+        model,
+        list(map(combine, trained, *frozen)) if frozen else trained,
+        output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
+        rows_of_one,
+        rng,
+        frozen=frozen[0] if frozen else None,
+        states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
+        remat=setup.options.remat,
+        loss_scale=mean_scale(setup),
+        early=setup.early,
+        stage_axis=axes.stage,
+    )
+    refuse(read_by_layers(layers, rows_of_one, setup.inputs))
+    kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
+    leaves = [jax.tree.leaves(x) for x in layers.activations]
+    y = layers.activations[layers.last]
+    collector, weight = _leaving(setup, layers, outer, y, rows_of_one, rng)
+    fixed = Fixed(
+        setup,
+        weights,
+        gradients,
+        stage,
+        shard,
+        layers,
+        first_layer=jnp.asarray(rows[:, :, 0])[stage],
+        kind_of=jnp.asarray(kind_of)[stage],
+        residuals={
+            name: SharedBuffers(
+                [getattr(kind.split, name) for kind in layers.kinds],
+                kind_of,
+                on_host=name in RESIDUALS_OF_F and setup.options.residuals == "host",
+            )
+            for name in RESIDUALS
+        },
+        messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
+        collector=collector,
+        weight=weight,
+    )
+    if not setup.table.together:
+        refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
+    return fixed
+
+
+def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> Iterator[str]:
+    """Names collectives of embedding and head, and of their backwards, for which stages that do not
+    run them would wait."""
+    setup, y = fixed.setup, fixed.layers.activations[fixed.layers.last]
+    head = "output" if setup.outputs else "head_loss"
+    for name, given in (("embed", ()), (head, (y,))):
+        function = getattr(setup.model, name)
+
+        def passes(
+            outer: OuterParams,
+            given: tuple[Activation, ...],
+            rows: Batch,
+            rng: Key,
+            function: Callable[..., Tree] = function,
+        ) -> Tree:
+            if not setup.trains:
+                return function(outer, *given, rows, rng)
+            trained, constant = fixed.divided(outer)
+
+            def run(trained: OuterParams, given: tuple[Activation, ...]) -> Activation:
+                result = function(combine(trained, constant), *given, rows, rng)
+                return losses.differentiated(result) if given else result
+
+            result, backward = jax.vjp(run, trained, given)
+            return backward(jax.tree.map(jnp.ones_like, result))
+
+        traced = jax.make_jaxpr(passes)(outer, given, rows, rng)
+        yield from barred(f"Model.{name}", collectives(traced.jaxpr), fixed.axes.stage)
+
+
+def layer_shapes(layout: Layout, layer: int) -> Shapes:
+    """Shapes of what a layer's function is given as its parameters, as far as they lie there."""
+    own = layout.layers.shape_of(layer)
+    if SHARED not in layout.outer:
+        return own
+    return own, jax.tree.map(Leaf.struct, layout.outer[SHARED])
+
+
+def _leaving(
+    setup: Setup, layers: Layers, outer: OuterParams, y: Activation, rows: Batch, rng: Key
+) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
+    """`Fixed.collector` and `Fixed.weight`; raises ValueError for what head and layers may not
+    return."""
+    microbatches, model = setup.table.schedule.num_microbatches, setup.model
+    name = "output" if setup.outputs else "head_loss"
+    result = output_shapes(
+        f"Model.{name}",
+        lambda *args: jax.tree.map(jnp.asarray, getattr(model, name)(*args)),
+        giver="the last layer",
+        outer=outer,
+        x=y,
+        microbatch=rows,
+        rng=rng,
+    )
+    if setup.outputs:
+        check_output(result, rows)
+        return Outputs(result, microbatches), None
+    losses.check_head_loss(result)
+    of_layers = losses_of_layers(layers)
+    losses.check_metrics_of_layers(of_layers, result)
+    weight = None
+    if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
+        weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
+    shapes = jax.eval_shape(losses.addable, result)
+    return Losses(shapes, microbatches, len(of_layers), setup.layout.axes), weight
