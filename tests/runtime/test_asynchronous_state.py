@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -190,36 +191,18 @@ ROWS = {"inputs": jnp.zeros((8, 3)), "targets": jnp.zeros((8, 3))}
             {name: jnp.zeros((4, 3)) for name in ROWS},
             [r"batch\['inputs'\] is float32\[4, 3\]; expected float32\[8, 3\]", "'targets'"],
         ),
-        (ROWS | {"inputs": jnp.zeros((8, 3, 1))}, [r"float32\[8, 3, 1\]; expected"]),
         (ROWS | {"inputs": jnp.zeros((8, 3), jnp.bfloat16)}, [r"is bfloat16\[8, 3\]; expected"]),
         ({"inputs": ROWS["inputs"]}, [r"batch\['targets'\] is missing"]),
-        (ROWS | {"mask": jnp.ones(8)}, [r"batch\['mask'\] is float32\[8\]; nothing"]),
         (tuple(ROWS.values()), [r"batch\['inputs'\] is missing", r"batch\[0\] is float32"]),
     ],
 )
 def test_a_minibatch_unlike_that_of_init_is_refused(batch, messages):
     training = make()
     state = carried(training, ROWS)
-    for step in (training.step, jax.jit(training.step)):
-        with pytest.raises(ValueError, match="call `init` with what `finish` returns") as error:
-            jax.eval_shape(step, state, batch)
-        for message in messages:
-            assert re.search(message, str(error.value))
-
-
-@pytest.mark.parametrize(
-    ("at_init", "at_step", "message"),
-    [
-        (None, jax.random.key(0), r"rng is key<fry>\[\]; nothing is expected"),
-        (jax.random.key(0), None, r"rng is missing; expected key<fry>\[\]"),
-        (jax.random.PRNGKey(0), jax.random.key(0), r"rng is key<fry>\[\]; expected uint32\[2\]"),
-    ],
-)
-def test_a_key_must_be_given_to_every_step_or_to_none(at_init, at_step, message):
-    training = make()
-    state = carried(training, ROWS, at_init)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(training.step, state, ROWS, at_step)
+    with pytest.raises(ValueError, match="call `init` with what `finish` returns") as error:
+        jax.eval_shape(training.step, state, batch)
+    for message in messages:
+        assert re.search(message, str(error.value))
 
 
 def test_a_restored_state_knows_what_its_init_was_given():
@@ -245,7 +228,6 @@ def test_a_restored_state_knows_what_its_init_was_given():
         ({"discrepancy_decay": 0.1}, r"state\['delta'\].*nothing is expected"),
         ({"recompute_segment": 1}, r"recompute_segment=1\); expected .*recompute_segment=None"),
         ({"optimizer": optax.adam(0.1)}, r"state\['owned'\]\[0\].*nothing is expected"),
-        ({"stages": 1}, r"state\['weights'\]\['layers'\]\['up'\] is float32\[1, 4, "),
         ({"microbatches": 4}, r"num_microbatches=4, .*; expected .*num_microbatches=2, "),
     ],
 )
@@ -257,27 +239,22 @@ def test_the_state_of_another_pipeline_is_refused(other, message):
             jax.eval_shape(getattr(training, use), state, *arguments)
 
 
-@pytest.mark.parametrize("state", [None, {}, ({}, 0.0), {"recent": {}}])
+@pytest.mark.parametrize("state", [None, {"recent": {}}])
 def test_what_is_no_state_is_refused(state):
     with pytest.raises(ValueError, match="comes from its own `init`, `step` or `drain`"):
         make().drain(state)
 
 
 def test_an_embedding_that_reads_the_head_is_refused():
-    start = params(layers=2, tied=False)
-    reads_head = jaxpipe.Model(
-        embed=lambda outer, batch, rng: batch["inputs"] @ outer["head"]["readout"].T,
-        layer=model(tied=False).layer,
-        head_loss=model(tied=False).head_loss,
+    whole = model(tied=False)
+    reads_head = dataclasses.replace(
+        whole, embed=lambda outer, batch, rng: batch["inputs"] @ outer["head"]["readout"].T
     )
-    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2)
-    pipe = jaxpipe.Pipeline(reads_head, start, schedule=schedule, mesh=jaxpipe.make_mesh(stage=2))
-    training = AsyncPipeline(pipe, optax.sgd(0.1))
-    placed = pipe.place(start)
+    mesh = jaxpipe.make_mesh(stage=2)
+    start = params(layers=2, tied=False)
+    pipe = jaxpipe.Pipeline(reads_head, start, schedule="1f1b", mesh=mesh)
     with pytest.raises(ValueError, match="belong to params"):
-        jax.eval_shape(
-            lambda p: training.init(p, training.optimizer.init(p), minibatches(1, 4)[0]), placed
-        )
+        carried(AsyncPipeline(pipe, SGD), minibatches(1, 4)[0])
 
 
 def test_a_batch_that_does_not_divide_is_refused():

@@ -6,9 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compilations import AS_USED
+from covering import some
 
 import jaxpipe
 from benchmarks.hlo import HloProgram
@@ -35,8 +35,7 @@ RECOMPUTED_FLOPS = {
     "full": FORWARD_FLOPS - WEIGHT_FLOPS["down"],  # the layer's output is no residual
 }
 CASES = [
-    *(("1f1b", remat, 1) for remat in RECOMPUTED_FLOPS),
-    *(("1f1b-fused", "none", 1), ("1f1b-fused", "full", 2)),
+    *(("1f1b", "dots", 1), ("1f1b", "full", 1), ("1f1b-fused", "none", 1)),
     *(("zb-v", "full", 1), ("zb-v", "none", 2), ("gpipe", "none", 1)),
 ]
 
@@ -75,7 +74,10 @@ def layer_flops(program: HloProgram) -> list[int]:
     return [count for count in flops if count]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+FEW = [("1f1b", "none", 1), ("1f1b-fused", "full", 2), ("zb-v", "dots", 1)]
+
+
+@pytest.mark.parametrize("case", some(zip([*FEW, *CASES]), *zip(FEW)))
 def test_a_layer_multiplies_what_the_model_and_its_remat_policy_say(case):
     expected = 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS[case[1]]
     assert sum(layer_flops(program(*case))) == expected
@@ -86,12 +88,3 @@ def test_split_backwards_share_the_work():
     assert forward == FORWARD_FLOPS
     assert backward == FORWARD_FLOPS + ATTENTION_FLOPS  # both factors of scores and of their use
     assert weights == FORWARD_FLOPS - ATTENTION_FLOPS
-
-
-@pytest.mark.parametrize("name", [*dict.fromkeys(case[0] for case in CASES)])
-def test_every_layer_runs_once_for_every_microbatch_and_kind(name):
-    pipe = pipeline(name, "none", 1)
-    layers_of_a_stage = sum(pipe.table.layer_counts) // STAGES
-    for columns in pipe.table.passes.values():
-        trips = np.sum(columns.layers, axis=0)
-        np.testing.assert_array_equal(trips, MICROBATCHES * layers_of_a_stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import adapted
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+import toys
 import uneven
+from covering import some
 
 import jaxpipe
 from jaxpipe.runtime import load_params as loading
@@ -22,12 +25,15 @@ pytestmark = pytest.mark.pipeline
 LAYERS, WIDTH = 8, 64
 ROUNDING = 2e-7
 """XLA may round a function of the same random bits otherwise where it computes fewer at once."""
-MESHES = [
-    pytest.param({"stage": 2, "data": 2, "zero": 3, "schedule": "interleaved"}, id="zero-3"),
-    pytest.param({"stage": 4, "data": 2, "zero": 1, "schedule": "1f1b"}, id="zero-1"),
-    pytest.param({"stage": 8, "data": 1, "zero": 0, "schedule": "1f1b"}, id="stages"),
-]
-LAYOUTS = ["stacked", "unrolled", "tuple"]
+ZERO_3 = {"stage": 2, "data": 2, "zero": 3, "schedule": "interleaved"}
+ZERO_1 = {"stage": 4, "data": 2, "zero": 1, "schedule": "1f1b"}
+STAGES = {"stage": 8, "data": 1, "zero": 0, "schedule": "1f1b"}
+LAYOUTS = toys.LAYOUTS
+FEW = [("stacked", ZERO_1), ("unrolled", STAGES), ("tuple", ZERO_3)]
+everywhere = pytest.mark.parametrize(
+    ("layout", "mesh"),
+    some(itertools.product(LAYOUTS, (ZERO_3, ZERO_1, STAGES)), *FEW),
+)
 
 
 def initial(layout, *, width=WIDTH):
@@ -96,20 +102,7 @@ def assert_same(got, want, *, rtol=0.0):
         assert one.sharding == two.sharding
 
 
-def parts_of(params):
-    """Reads a part of parameters that lie in this process."""
-
-    def read(name, n=None):
-        part = params[name]
-        if n is None:
-            return part
-        return part[n] if isinstance(part, tuple) else jax.tree.map(lambda w: w[n], part)
-
-    return read
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@everywhere
 def test_parameters_made_in_place_are_those_that_are_placed(layout, mesh):
     init, key = initial(layout), jax.random.key(1)
     pipe = pipeline(layout, shapes(layout), **mesh)
@@ -129,17 +122,16 @@ def test_random_bits_are_the_same_wherever_they_are_drawn(layout):
             ]
         )
 
-    pipe = pipeline(layout, shapes(layout), stage=2, data=2, zero=3, schedule="interleaved")
+    pipe = pipeline(layout, shapes(layout), **ZERO_3)
     key = jax.random.key(1)
     assert_same(jaxpipe.init_params(pipe, init, key), pipe.place(init(key)))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@everywhere
 def test_parameters_read_by_layer_are_those_that_are_placed(layout, mesh):
     params = jax.device_get(initial(layout)(jax.random.key(1)))
     pipe = pipeline(layout, shapes(layout), **mesh)
-    assert_same(jaxpipe.load_params(pipe, parts_of(params)), pipe.place(params))
+    assert_same(jaxpipe.load_params(pipe, toys.reader(params)), pipe.place(params))
 
 
 @pytest.mark.parametrize("weights", ["stacked", "unrolled"])
@@ -148,7 +140,7 @@ def test_a_vocabulary_that_stages_split_and_layers_that_they_do_not_divide(weigh
     options = {"mesh": jaxpipe.make_mesh(stage=2, data=2), "zero": 3, "weights": weights}
     model = toy.model(tied=False, axis="stage")
     pipe = jaxpipe.Pipeline(model, params, schedule="zb-v", layer_counts=(1, 2, 0, 2), **options)
-    assert_same(jaxpipe.load_params(pipe, parts_of(params)), pipe.place(params))
+    assert_same(jaxpipe.load_params(pipe, toys.reader(params)), pipe.place(params))
     chex.assert_trees_all_equal(jax.device_get(pipe.unplace(pipe.place(params))), params)
 
 
@@ -160,7 +152,7 @@ def test_parameters_that_are_not_trained_and_those_that_layers_share(differ):
     pipe = jaxpipe.Pipeline(model, params, trainable=adapted.TRAINABLE, **options)
     placed = pipe.place(params)
     chex.assert_trees_all_equal(jax.device_get(pipe.unplace(placed)), params)
-    assert_same(jaxpipe.load_params(pipe, parts_of(params)), placed)
+    assert_same(jaxpipe.load_params(pipe, toys.reader(params)), placed)
     made = jaxpipe.init_params(pipe, lambda key: params, jax.random.key(0))
     assert_same(made, placed)
 
@@ -168,7 +160,7 @@ def test_parameters_that_are_not_trained_and_those_that_layers_share(differ):
 def test_layers_of_several_shapes():
     params, mesh = uneven.params(), jaxpipe.make_mesh(stage=2, data=2)
     pipe = jaxpipe.Pipeline(uneven.model(), params, schedule="interleaved", mesh=mesh, zero=3)
-    assert_same(jaxpipe.load_params(pipe, parts_of(params)), pipe.place(params))
+    assert_same(jaxpipe.load_params(pipe, toys.reader(params)), pipe.place(params))
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", np.uint32), ("bfloat16", np.uint16)])
@@ -178,14 +170,13 @@ def test_the_sign_of_a_zero_and_every_bit_of_a_number_stay(dtype, bits):
     values = drawn.view(jnp.dtype(dtype))
     values[~np.isfinite(np.float32(values))] = -0.0
     params = jax.tree.map(lambda leaf: np.resize(values, leaf.shape), start)
-    pipe = pipeline("stacked", start, stage=2, data=2, zero=3, schedule="interleaved")
+    pipe = pipeline("stacked", start, **ZERO_3)
     back = jax.device_get(pipe.unplace(pipe.place(params)))
     for one, two in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one.view(bits), two.view(bits))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@everywhere
 def test_no_device_holds_more_than_its_part_and_a_layer(layout, mesh, monkeypatch):
     """By what live arrays take while layers are written, and what the compiler says of the rest."""
     params = jax.device_get(initial(layout)(jax.random.key(1)))
@@ -198,8 +189,8 @@ def test_no_device_holds_more_than_its_part_and_a_layer(layout, mesh, monkeypatc
         return write(*args)
 
     monkeypatch.setattr(loading._Layers, "_with", watched)
-    jaxpipe.load_params(pipe, parts_of(params))
-    layer = sum(w.nbytes for w in jax.tree.leaves(parts_of(params)("layers", 0)))
+    jaxpipe.load_params(pipe, toys.reader(params))
+    layer = sum(w.nbytes for w in jax.tree.leaves(toys.reader(params)("layers", 0)))
     part = share(pipe.placed_params)
     # A layer that differs is packed on the first device.
     assert part < max(peaks) <= part + (2 if layout == "tuple" else 1) * layer

@@ -49,22 +49,6 @@ def test_optimizers_see_whole_parameters():
     chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "zero", "update"), [("stacked", 2, "step"), ("tuple", 3, "chunk")]
-)
-def test_steps_see_whole_parameters(layout, zero, update):
-    optimizer, found = optax.adafactor(1e-2, min_dim_size_to_factor=2), []
-    for tensor in (1, 2):
-        pipe = pipeline(layout, tensor=tensor, zero=zero)
-        placed = pipe.place(options(layout)[1])
-        state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer, update=update)
-        for _ in range(2):
-            _, placed, state = step(placed, state, split_toy.batch(8))
-        found.append((pipe.unplace(placed), pipe.optimizer_placing(optimizer).unplace(state)))
-    chex.assert_trees_all_close(*found, rtol=2e-5, atol=1e-6)
-
-
 def ring(x, axis="tensor"):
     return jax.lax.ppermute(x, axis, [(0, 1), (1, 0)])
 
@@ -108,11 +92,9 @@ def traced(**changes):
     ("function", "message"),
     [
         (lambda x: jax.lax.psum(x, "stage"), r"Layer 0 calls psum along 'stage' \(.*\)\."),
-        (lambda x: jax.lax.pmean(x, ("stage", "tensor")), "psum along 'stage', 'tensor'"),
         (ring, r"ppermute along 'tensor' \(.*test_model_axes\.py:\d+.*\(ring\)\)"),
         (ring_backwards, "ppermute along 'tensor'"),
         (nested, r"ppermute along 'tensor' \(.*, within <lambda> / scan / cond\)"),
-        (jax.checkpoint(lambda x: ring(x, "data")), "ppermute along 'data'"),
         (only_evaluated, r"psum along 'stage' \(.*only_evaluated"),
     ],
 )
@@ -132,27 +114,24 @@ def test_embedding_and_head_may_where_all_stages_compute_them():
 def test_embedding_and_head_may_not_at_the_ends():
     whole, at_ends = split_toy.model(split=False), {"embed": None, "layers": split_toy.LAYERS}
     alone = {"stage_split": None, "axis_split": at_ends | {"head": None}, "embed": whole.embed}
-
-    def mean(outer, x, *_):
-        return x.mean()
-
+    along = "ppermute along 'tensor'"
     for changes, message in (
         ({"embed": options("stacked")[0].embed}, r"Model\.embed calls psum along 'stage' \("),
         (
             {"head_loss": lambda outer, x, *_: ring(x).mean()},
-            r"Model\.head_loss calls ppermute along 'tensor' .* if `Model.stage_split` is given",
+            rf"Model\.head_loss calls {along} .* if `Model.stage_split` is given",
         ),
         (
-            {"embed": lambda *args: ring_backwards(whole.embed(*args)), "head_loss": mean},
-            r"Model\.embed calls ppermute along 'tensor'",
+            {"embed": lambda *args: ring_backwards(whole.embed(*args))},
+            rf"Model\.embed calls {along}",
         ),
         (
             {"head_loss": lambda outer, x, *_: ring_backwards(x).mean()},
-            r"Model\.head_loss calls ppermute along 'tensor'",
+            rf"Model\.head_loss calls {along}",
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            traced(**(alone | changes))
+            traced(**({"head_loss": lambda outer, x, *_: x.mean()} | alone | changes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -338,23 +317,18 @@ def test_what_does_not_fit_is_refused():
 
 def test_devices_that_share_a_sequence_share_no_layer_with_a_state():
     """One device along the axis is enough for any layer."""
-    model = jaxpipe.Model(
-        embed=lambda outer, batch, rng: batch["x"],
-        layer=lambda w, x, batch, rng, state: (w * x, state),
-        head_loss=lambda outer, x, batch, rng: x.mean(),
-        axes=("context",),
-        stateful=True,
-    )
+
+    def layer(w, x, batch, rng, state):
+        return w * x, state
+
+    model = dataclasses.replace(weighted(split=True), layer=layer, stateful=True)
     params = {"embed": {}, "layers": jnp.ones(2), "head": {}}
 
     def build(context):
         mesh = jaxpipe.make_mesh(stage=2, context=context)
-        given = {"schedule": "1f1b", "microbatches": 2, "mesh": mesh, "states": ({}, {})}
-        return jaxpipe.Pipeline(model, params, **given)
+        return jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh, states=({}, {}))
 
     assert build(1)
     with pytest.raises(ValueError, match=r"'context', along which 2 devices have a part") as error:
         build(2)
-    assert "Nearest valid: a mesh with one device along 'context', or layers without" in str(
-        error.value
-    )
+    assert "Nearest valid: a mesh with one device along 'context'" in str(error.value)

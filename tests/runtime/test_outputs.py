@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 import uneven
+from covering import some
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -47,12 +48,13 @@ def unpipelined(microbatches, data):
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "data", "zero", "axis"),
-    [
-        ("1f1b", 4, 2, 0, "stage"),
-        ("zb-v", 2, 2, 3, "stage"),
-        ("breadth-first", 2, 2, 2, None),
-        ("gpipe", 1, 1, 0, None),
-    ],
+    some(
+        [
+            *(("1f1b", 4, 2, 0, "stage"), ("zb-v", 2, 2, 3, "stage")),
+            *(("breadth-first", 2, 1, 0, None), ("gpipe", 1, 1, 0, None)),
+        ],
+        *(("zb-v", 2, 2, 3, "stage"), ("breadth-first", 2, 1, 0, None)),
+    ),
 )
 def test_outputs_are_those_of_the_unpipelined_model_row_by_row(schedule, stages, data, zero, axis):
     pipe = jaxpipe.Pipeline(

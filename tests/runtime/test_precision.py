@@ -6,7 +6,6 @@ import dataclasses
 import re
 
 import chex
-import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,21 +191,3 @@ def test_asynchronous_sums_are_float32():
     state, _ = jax.jit(training.drain)(state)
     new, _ = training.finish(state)
     chex.assert_trees_all_equal(pipe.unplace(new), summed(params))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compute_dtype": "bf17"}, "compute_dtype='bf17' is no dtype.\nNearest valid: 'bfloat16'"),
-        ({"compute_dtype": "int8"}, "compute_dtype='int8' is not floating point"),
-        ({"compute_dtype": "float32"}, "compute_dtype='float32' is as wide as the layers'"),
-        ({"full_precision": "*bias*"}, "full_precision needs compute_dtype"),
-        (
-            {"compute_dtype": "bfloat16", "full_precision": "*norm*"},
-            "full_precision: '*norm*' is the path of no parameter",
-        ),
-    ],
-)
-def test_a_dtype_that_does_not_fit_is_refused(options, message):
-    toys.params("stacked")
-    assert message in compilations.refusal(pipeline, "1f1b", "stacked", 0, **options)

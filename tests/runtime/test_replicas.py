@@ -62,27 +62,3 @@ def test_weights_are_gathered_within_a_replica_and_gradients_cross_it_in_parts()
         sizes = [[math.prod(map(int, one.split("x"))) for one in pair] for pair in pairs]
         parts[name] = {max(pair) / min(pair) for pair in sizes}
     assert parts == {"all_gather": {2}, "reduce_scatter": {2}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", toys.LAYOUTS)
-def test_steps_give_the_same_with_replicas(layout):
-    for zero, update in ((1, "step"), (2, "step"), (3, "step"), (3, "chunk")):
-        if (layout, update) == ("unrolled", "chunk"):
-            continue
-        clip = optax.clip_by_global_norm(0.1) if update == "step" else optax.identity()
-        optimizer, found = optax.chain(clip, optax.lamb(1e-2)), []
-        for replica in (1, 2):
-            pipe = hybrid(layout, zero, replica)
-            placed = pipe.place(toys.params(layout))
-            state, step = pipe.init(optimizer, placed), pipe.train_step(optimizer, update=update)
-            for _ in range(3):
-                _, placed, state = step(placed, state, toys.batch(layout))
-            found.append(pipe.unplace(placed))
-        chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
-
-
-def test_replicas_divide_the_data_shards():
-    message = r"replica=3 does not divide data=4\.\nNearest valid: 1, 2, 4"
-    with pytest.raises(ValueError, match=message):
-        jaxpipe.make_mesh(stage=2, data=4, replica=3)

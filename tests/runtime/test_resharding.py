@@ -61,7 +61,7 @@ def test_xla_warns_of_a_transition_that_it_cannot_make(capfd):
     "made",
     [
         lambda: of_layers_alike(0, "stacked"),
-        lambda: of_layers_that_differ(1),
+        pytest.param(lambda: of_layers_that_differ(1), marks=pytest.mark.slow),
         pytest.param(lambda: of_layers_alike(3, "unrolled"), marks=pytest.mark.slow),
         pytest.param(lambda: of_layers_that_differ(3), marks=pytest.mark.slow),
     ],

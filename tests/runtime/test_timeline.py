@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from covering import some
 
 import jaxpipe
 from benchmarks.bubble import WIDTH, sleeping_model
@@ -43,7 +44,10 @@ def sleeping(name: str, *, p: int, m: int, layers: int, data: int = 1):
 
 @pytest.mark.parametrize(
     ("name", "p", "m", "layers", "data"),
-    [("1f1b-fused", 3, 4, 1, 1), ("zb-v", 2, 3, 3, 2), ("dualpipe-v-published", 2, 5, 1, 1)],
+    some(
+        [("1f1b-fused", 3, 4, 1, 1), ("zb-v", 2, 3, 3, 2), ("dualpipe-v-published", 2, 5, 1, 1)],
+        ("zb-v", 2, 3, 3, 2),
+    ),
 )
 def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, layers, data):
     pipe, measured = sleeping(name, p=p, m=m, layers=layers, data=data)

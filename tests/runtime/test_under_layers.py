@@ -29,23 +29,18 @@ def layers_in_shares(monkeypatch):
     return allow
 
 
-FEW = [
-    ("breadth-first-fused", 2, 3, 8, 4, {}),
-    ("modular-fused", 2, 1, 8, 4, {"weights": "unrolled"}),
-]
-
-
 @pytest.mark.parametrize(
     ("name", "stages", "zero", "layers", "shares", "options"),
     some(
         [
-            *FEW,
+            ("breadth-first-fused", 2, 3, 8, 4, {}),
+            ("modular-fused", 2, 1, 8, 4, {"weights": "unrolled"}),
             ("breadth-first", 2, 3, 8, 8, {"weights": "unrolled"}),
             ("breadth-first-fused", 4, 2, 15, 1, {}),
             ("modular", 2, 0, 8, 8, {}),
             ("breadth-first", 2, 0, 8, 1, {}),
         ],
-        *FEW,
+        ("breadth-first-fused", 2, 3, 8, 4, {}),
     ),
 )
 def test_equals_the_unpipelined_model(
