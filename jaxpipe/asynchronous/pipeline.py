@@ -301,7 +301,7 @@ class AsyncPipeline:
         return jax.tree.map(lambda spec: NamedSharding(self.pipe.mesh, spec), self._specs)
 
     def _versions_of(self, params: Placed) -> Placed:
-        """As many versions of the weights as the method keeps, all the same."""
+        """Repeats the weights as often as the method keeps versions."""
         copies, axis = self.steady.num_versions, 1 + self.pipe.layout.layers.slot_dim
         layers = jax.tree.map(lambda w: jnp.concatenate([w] * copies, axis), params["layers"])
         outer = jax.tree.map(lambda w: jnp.stack([w] * copies), outer_of(params))

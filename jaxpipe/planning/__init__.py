@@ -1,4 +1,4 @@
-"""Which mesh, schedule and options train a model soonest on given devices.
+"""The planner: mesh, schedule and options that train a model soonest on given devices.
 
 =================  =============================================================================
 `devices`          peaks, bandwidths, memory and price of devices and links, with their sources

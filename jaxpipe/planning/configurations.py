@@ -1,4 +1,4 @@
-"""Where models come from: readers of configurations that other packages register, or a file.
+"""Sources of models: readers of configurations that other packages register, or a file.
 
 The library knows no trainer. A package whose configurations ``jaxpipe plan`` shall read has an
 entry point of the group ``jaxpipe.configurations`` that names a function ``(path) -> Configured``.

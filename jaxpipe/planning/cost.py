@@ -136,7 +136,7 @@ class Prediction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What decides a tick table.
+    """The choices that decide a tick table.
 
     Args:
       schedule: its name.

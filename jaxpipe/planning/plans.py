@@ -55,7 +55,7 @@ _WITHOUT_STAGES = ("1f1b-fused", "breadth-first-fused")
 
 
 class Offload(NamedTuple):
-    """What lies in the memory of the host: the optimizer's state between steps; residuals of F."""
+    """Arrays in the memory of the host: the optimizer's state between steps; residuals of F."""
 
     state: bool = False
     residuals: bool = False
@@ -152,7 +152,7 @@ class PlacedPlan:
 
     @cached_property
     def variant(self) -> Variant:
-        """What decides the sizes of the model's layers."""
+        """The choices that decide the sizes of the model's layers."""
         return Variant(self.plan.context, self.plan.tensor, self.plan.remat, self.plan.expert)
 
     @cached_property
@@ -166,7 +166,7 @@ class PlacedPlan:
 
     @cached_property
     def head_layers(self) -> float:
-        """How many layers have the FLOPs of the head, if the last stage computes it; else 0."""
+        """Counts the layers that have the FLOPs of the head, if the last stage computes it; else 0."""
         if not self.plan.ends:
             return 0.0
         rows, sizes = self.plan.rows, self.sizes

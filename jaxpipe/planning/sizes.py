@@ -1,4 +1,4 @@
-"""What a model computes, moves and keeps: what a plan needs to know of it, as a file of JSON.
+"""Sizes of a model, as a file of JSON: all that a plan knows of what it computes, moves, keeps.
 
 All numbers are of one device, and grow linearly with the rows of a microbatch (`Linear`).
 `jaxpipe.planning.counting` counts them for every number of devices that share a layer and every
@@ -101,7 +101,7 @@ class LayerSizes(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What decides how a layer is computed.
+    """The choices that decide how a layer is computed.
 
     Args:
       context, tensor: devices that share it.

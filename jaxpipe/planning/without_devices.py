@@ -105,7 +105,7 @@ def put_on_host(lowered: jax.stages.Lowered, arguments: Collection[int]) -> None
 
 
 def device_bytes(program: jax.stages.Compiled) -> int:
-    """What a compiled program takes of each device while it runs, its arguments included."""
+    """Counts a compiled program's bytes on each device while it runs, its arguments included."""
     memory = program.memory_analysis()
     assert memory is not None  # every backend of jax has one
     return memory.argument_size_in_bytes + bytes_beside_arguments(program)

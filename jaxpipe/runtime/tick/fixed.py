@@ -1,4 +1,4 @@
-"""What ticks work with: a run's setup, what no tick changes, and an action and a layer of a tick.
+"""The context of ticks: a run's setup, what no tick changes, an action and a layer of a tick.
 
 Two interfaces say what differs between programs: where weights come from (`WeightSource`), and what
 becomes of gradients (`GradientSink`).

@@ -32,7 +32,7 @@ class WithInputs:
     values: list[jax.Array]
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `Microbatches`."""
+        """Implements `Microbatches`."""
         rows, rng, number = self.batch.at(i)
         leaves, structure = jax.tree.flatten(rows)
         for n, value in zip(self.numbers, self.values, strict=True):
@@ -40,7 +40,7 @@ class WithInputs:
         return jax.tree.unflatten(structure, leaves), rng, number
 
     def scale_of(self, i: Index) -> jax.Array | None:
-        """As of `Microbatches`."""
+        """Implements `Microbatches`."""
         return self.batch.scale_of(i)
 
 

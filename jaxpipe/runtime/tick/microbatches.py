@@ -35,7 +35,7 @@ class StepMicrobatches(NamedTuple):
     scale: jax.Array | None = None
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """As of `Microbatches`."""
+        """Implements `Microbatches`."""
 
         def row(leaf: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False)
@@ -43,5 +43,5 @@ class StepMicrobatches(NamedTuple):
         return jax.tree.map(row, self.rows), self.rng, i
 
     def scale_of(self, i: Index) -> jax.Array | None:
-        """As of `Microbatches`."""
+        """Implements `Microbatches`."""
         return self.scale
