@@ -166,7 +166,7 @@ class PlacedPlan:
 
     @cached_property
     def head_layers(self) -> float:
-        """Counts the layers that have the FLOPs of the head, if the last stage computes it; else 0."""
+        """Counts the layers with the FLOPs of the head, if the last stage computes it; else 0."""
         if not self.plan.ends:
             return 0.0
         rows, sizes = self.plan.rows, self.sizes

@@ -129,8 +129,7 @@ class PerUnit:
     # What units share.
 
     def share(self, rest: Iterable[jax.Array]) -> Env:
-        """Computes what units share before any has given a scalar, from the arguments' leaves that belong
-        to no parameter."""
+        """Computes what units share before any has given a scalar, from leaves of no parameter."""
         env = self._units.consts | dict(zip(self._units.inputs, rest, strict=True))
         return jaxprs.run_eqns(self._of_all[0], env)
 

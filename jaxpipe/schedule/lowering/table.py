@@ -280,7 +280,10 @@ class TickTable:
 
     @property
     def pairs(self) -> Pairs:
-        """The chunks that ticks overlap. Where other backwards are split, a fused one is B and W in a tick."""
+        """The chunks that ticks overlap.
+
+        Where other backwards are split, a fused one is B and W in one tick.
+        """
         pairs: Pairs = {}
         forward = self.passes[Kind.F]
         for kind, backward in self.passes.items():
