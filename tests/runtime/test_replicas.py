@@ -33,7 +33,7 @@ def test_parts_are_those_of_the_shards_within_a_replica(layout):
             parts = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
             assert parts == 2 * (2 if sharded else 1)  # stages, and shards within a replica
     chex.assert_trees_all_equal(pipe.unplace(pipe.place(params)), params)
-    assert hybrid(layout, 3, 4).zero == 0  # whole in every replica
+    assert hybrid(layout, 3, 4).options.zero == 0  # whole in every replica
 
 
 def test_optimizers_see_whole_parameters_and_placing_has_a_derivative():
