@@ -109,7 +109,7 @@ gpu-compile: gpu-environment
 gpu-offload: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_offload.py
 
-# On a machine with a GPU; about 20 minutes.
+# On a machine with a GPU.
 gpu-check: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu]'
 	$(BIN)/python benchmarks/gpu_check.py

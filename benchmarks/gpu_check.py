@@ -1,7 +1,7 @@
-"""What does one GPU attain, and what does a pipeline cost on it? About 20 minutes on one GPU.
+"""Rates that one GPU attains, and the cost of a pipeline on it, beside what the models assume.
 
-Without a GPU the same runs in small on the CPU, to show that it runs. It prints three tables and
-writes them to ``results/gpu_check.json``:
+It has not run on a GPU yet; about 20 minutes are meant. Without one the same runs in small on the
+CPU. It prints three tables and writes them to ``results/gpu_check.json``:
 
 1. Rates of simple programs beside what the models of this project assume: matmuls by shape,
    attention, copies, fp8 and grouped matmuls.
@@ -22,9 +22,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,13 +41,13 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
+from benchmarks import harness
 from benchmarks.modelled_steps import pipeline_step
 from benchmarks.plain_steps import plain_step
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
 from jaxpipe.runtime.measure.memory import bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 
-RESULTS = Path(__file__).parent / "results"
 _BF16, _FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 _NO_AUTOTUNING = {"xla_gpu_autotune_level": "0"}
 Row = dict[str, Any]
@@ -103,14 +103,10 @@ SMALL = Amounts(
 
 
 def seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """The median time of a run until its results are there, after one that warms up."""
-    jax.block_until_ready(run(*args))
-    found = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    """The median wall time of a run, after one that warms up."""
+    once = functools.partial(run, *args)
+    _, *timed = (harness.seconds(once)[0] for _ in range(1 + repeats))
+    return statistics.median(timed)
 
 
 # Rates.
@@ -133,13 +129,16 @@ def rates(amounts: Amounts, device: Device) -> Iterator[Row]:
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.matmul(x, w, preferred_element_type=_BF16)
 
+    def multiply_transposed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return multiply(x, w.T)  # as fp8 kernels take it
+
     for m, k, n in amounts.matmuls:
         work = 2.0 * m * k * n
         yield row(f"matmul {m} x {k} x {n}", work, flops, multiply, random(m, k), random(k, n))
-    m, k, n = amounts.matmuls[-2:][0]
+    m, k, n = max(amounts.matmuls, key=math.prod)
     fp8 = random(m, k, dtype=_FP8), random(n, k, dtype=_FP8)
-    transposed = lambda x, w: multiply(x, w.T)  # noqa: E731 (fp8 kernels take w transposed)
-    yield row(f"fp8 matmul {m} x {k} x {n}", 2.0 * m * k * n, 2 * flops, transposed, *fp8)
+    name = f"fp8 matmul {m} x {k} x {n}"
+    yield row(name, 2.0 * m * k * n, 2 * flops, multiply_transposed, *fp8)
     sizes = jnp.full(amounts.groups, m // amounts.groups, jnp.int32)
     grouped = random(m, k), random(amounts.groups, k, n), sizes
     name = f"grouped matmul of {amounts.groups}, {m} x {k} x {n}"
@@ -256,7 +255,7 @@ def attained(device: Device, found: list[Row]) -> Device:
     return dataclasses.replace(device, efficiency=efficiency, source=source)
 
 
-def main(amounts: Amounts, folder: Path = RESULTS) -> dict[str, list[Row]]:
+def main(amounts: Amounts, folder: Path = harness.RESULTS) -> dict[str, list[Row]]:
     """Runs everything, prints it and writes it to the folder; returns the tables by name."""
     kind = jax.devices()[0].device_kind
     device, console = known(kind) or DEVICES["cpu"], Console(width=110)

@@ -66,7 +66,7 @@ MODELS = {
 }
 
 
-def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], **options):
+def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], *, remat: str = "full", **options):
     """A model on a mesh of these sizes."""
     count = math.prod(n for name, n in sizes.items() if name != "expert")
     axes = {f"{name}_axis": name for name in ("context", "tensor", "expert") if name in sizes}
@@ -75,7 +75,8 @@ def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], **options):
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         mesh=jaxpipe.make_mesh(**sizes, devices=h100s(count)),
         compute_dtype="bfloat16",
-        **{"remat": "full"} | options,
+        remat=remat,
+        **options,
     )
 
 

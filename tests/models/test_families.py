@@ -1,4 +1,4 @@
-"""What holds for every model family: published sizes, the first loss, dropout, refusals."""
+"""Properties of every model family: published sizes, the first loss, dropout, refusals."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Device:
     ],
 )
 def test_shards_and_model_axes_lie_within_hosts(sizes, hosts, together, across):
-    """Of eight devices each, of one process or of as many."""
+    """Hosts have eight devices each, of one process or of as many."""
     for of_process in (8, 1):
         devices = [Device(n, n // of_process, n // 8) for n in range(8 * hosts)]
         found = [device.slice_index for device in meshes._on_hosts(devices, sizes)]

@@ -169,9 +169,8 @@ def test_a_damaged_record_is_refused_in_one_line(path, recorded):
         *(("layer_costs", costs) for costs in ([1.0], [1.0, 1.0, 1.0, float("nan")], "1111")),
     ):
         path.write_text(json.dumps(whole | {field: value}))
-        with pytest.raises(ValueError) as caught:  # noqa: PT011, each is damaged in its own way
+        with pytest.raises(ValueError, match=r"\A.+\Z"):  # one line, whatever is damaged
             configured.read_choice(path, _config())
-        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
