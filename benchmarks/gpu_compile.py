@@ -117,6 +117,7 @@ CASES = list(dict.fromkeys([
         (4, "1f1b", 1, "unrolled"), (4, "1f1b", 2, "stacked"), (4, "1f1b", 2, "unrolled"),
         (4, "1f1b", 3, "stacked"),
         (16, "1f1b", 0, "stacked"), (16, "1f1b", 0, "unrolled"),
+        (16, "1f1b", 3, "unrolled"), (8, "zb-v", 3, "unrolled"),
         (32, "1f1b", 0, "stacked"), (32, "1f1b", 0, "unrolled"),
     )
 ]))  # fmt: skip

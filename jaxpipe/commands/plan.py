@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpipe.commands.predictions import print_parts, read_sizes
-from jaxpipe.commands.printing import output_console, print_table
+from jaxpipe.commands.printing import output_console, print_differences, say
 from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.cost import Prediction
@@ -21,6 +21,8 @@ from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show import svg
 
 _DAY = 86400
+_AS_GOOD = 1.02
+"""Factor up to which a plan is as good as the best."""
 
 
 def plan(
@@ -202,6 +204,8 @@ def _report(
         f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
         f"{kind.source}"
     )
+    for text in _in_words(result, goal):
+        say(console, text)
     _print_plans(console, "best plans", result.best[:5], goal)
     front = sorted(result.front, key=lambda candidate: candidate.device_bytes)
     _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
@@ -215,29 +219,64 @@ def _report(
             console.print(f"  {count} {reason}: {REASONS[reason]}")
 
 
+def _in_words(result: Result, goal: Goal) -> Iterator[str]:
+    """Says what the best plan is, and what the best one without stages is beside it."""
+    best, plain = result.best[0], result.without_stages
+    yield f"best: {_described(best)}"
+    staged = next((other for other in result.best if other.plan.stage > 1), None)
+    if best.plan.stage == 1:
+        if staged is not None:
+            yield f"with stages: {_described(staged)}"
+        yield "no pipeline is needed here: data, tensor or context devices alone do as well"
+    elif plain is None:
+        yield "without stages, on data, tensor and context devices alone, no plan fits the memory"
+    else:
+        yield f"without stages: {_described(plain)}"
+        if goal.value(plain.measures) <= _AS_GOOD * goal.value(best.measures):
+            yield f"that is within {_AS_GOOD - 1:.0%} of the best, and simpler"
+
+
+def _described(prediction: Prediction) -> str:
+    plan = prediction.plan
+    axes = {
+        "stages": plan.stage, "data shards": plan.data, "context devices": plan.context,
+        "tensor devices": plan.tensor,
+    }  # fmt: skip
+    mesh = " x ".join(f"{count} {axis}" for axis, count in axes.items() if count > 1)
+    chunks = f" with {plan.chunks} chunks per stage" if plan.chunks > 1 else ""
+    schedule = f"{plan.schedule}{chunks}, " if plan.stage > 1 else ""
+    return (
+        f"{mesh or 'one device'}, {schedule}microbatches x rows {plan.microbatches} x {plan.rows}, "
+        f"remat {plan.remat}, ZeRO-{plan.zero}: {prediction.step_seconds:.3g} s per step, "
+        f"{prediction.model_flops_share:.1%} of the model FLOPs of the peak, "
+        f"{prediction.device_bytes / 1e9:.3g} GB of a device"
+    )
+
+
 def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal: Goal) -> None:
     training = goal.tokens is not None
-    experts = any(candidate.placed.variant.expert > 1 for candidate in plans)
-    columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
-    columns += ["schedule", "v", "m x rows", "remat", "head", "ZeRO", "replicas", "weights, slots"]
-    columns += ["on the host", "step, s", "model FLOPs", "GB", *(["days", "$"] * training)]
+    axes = {
+        axis: [getattr(candidate.plan, axis) for candidate in plans]
+        for axis in ("stage", "replica", "parts", "expert", "context", "tensor")
+    }
+    used = [axis for axis, sizes in axes.items() if axis == "stage" or max(sizes) > 1]
+    names = " x ".join("data" if axis == "parts" else axis for axis in used)
+    title += f"; a mesh is {names}"
+    columns = ["plan", "devices", "mesh", "schedule", "v", "m x rows", "remat", "head", "ZeRO"]
+    columns += ["host", "step, s", "MFU", "GB", *(["days", "$"] * training)]
     rows = []
     for number, candidate in enumerate(plans, start=1):
         p = candidate.plan
         shown = [str(number), str(candidate.placed.cluster.count)]
-        shown.append(f"{p.stage} x {p.data} x {p.context} x {p.tensor}")
-        shown += [str(p.expert)] * experts
-        shown.append(p.schedule)
-        shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
-        shown.append("ends" if p.ends else "split")
-        shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
-        shown.append(str(p.on_host))
+        shown.append(" x ".join(str(getattr(p, axis)) for axis in used))
+        shown += [p.schedule, str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
+        shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
         shown += [f"{candidate.step_seconds:.3f}", f"{candidate.model_flops_share:.1%}"]
         shown.append(f"{candidate.device_bytes / 1e9:.3g}")
         if training:
             shown += [f"{candidate.train_seconds / _DAY:.2f}", f"{candidate.dollars:,.0f}"]
         rows.append(shown)
-    print_table(console, columns, rows, title=title)
+    print_differences(console, columns, rows, title=title)
 
 
 def figure(result: Result, title: str) -> str:

@@ -26,6 +26,9 @@ from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 
+_LEAST_SHOWN = 0.005
+"""What is less, in the unit that is shown, is 0."""
+
 
 def read_sizes(path: Path, *, option: str) -> ModelSizes:
     """Reads a file that ``jaxpipe plan --write-sizes`` wrote, the value of an option."""
@@ -181,18 +184,22 @@ def print_parts(
       which: "seconds" or "bytes".
       scale: factor to the unit that is shown.
     """
-    columns = [label, *getattr(plans[0][1], which), "all"]
-    compiles = which == "bytes" and any(plan.compiled_bytes is not None for _, plan in plans)
-    columns += ["compiled"] * compiles
-    rows = []
-    for name, plan in plans:
-        parts = getattr(plan, which)
-        values = [*parts.values(), sum(parts.values())]
-        values += [plan.compiled_bytes] * compiles
-        rows.append((name, *(_shown(scale * value) for value in values)))
-    print_table(console, columns, rows, title=title)
+    parts = [
+        {**getattr(plan, which), "all": sum(getattr(plan, which).values())} for _, plan in plans
+    ]
+    if which == "bytes" and any(plan.compiled_bytes is not None for _, plan in plans):
+        for row, (_, plan) in zip(parts, plans, strict=True):
+            row["compiled"] = plan.device_bytes
+    shown = [name for name in parts[0] if any(scale * row[name] >= _LEAST_SHOWN for row in parts)]
+    rows = [
+        (name, *(_written(scale * row[part]) for part in shown))
+        for (name, _), row in zip(plans, parts, strict=True)
+    ]
+    print_table(console, [label, *shown], rows, title=title)
 
 
-def _shown(value: float) -> str:
-    """Writes four digits, or all before the point: 15910, and not 1.591e+04."""
-    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
+def _written(value: float) -> str:
+    """Writes three digits, or all before the point: 15910, 22.8, 0.84, 0."""
+    if value < _LEAST_SHOWN:
+        return "0"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -37,15 +37,15 @@ def print_table(
       rows: cells of the rows, one per column.
       title: text above the table.
     """
-    # Without lines between columns a terminal of 80 has room for the longest names.
+    # Columns with one space between them: a terminal of 80 has room for the longest names.
     table = Table(title=title or None, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.padding = 0, 1, 0, 0
+    table.padding = 0
     for column in columns:
         table.add_column(column, no_wrap=True)
     for cells in rows:
         table.add_row(*cells)
     unlimited = console.options.update(width=_PIPE_WIDTH)
-    if Measurement.get(console, unlimited, table).minimum <= console.width:
+    if Measurement.get(console, unlimited, table).maximum <= console.width:
         console.print(table)
         return
     if title:
@@ -58,3 +58,30 @@ def print_list(console: Console, columns: Sequence[str], rows: Sequence[Sequence
     for name, *cells in rows:
         lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], cells, strict=True))
         say(console, "\n".join([name, *lines]))
+
+
+def print_differences(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str
+) -> None:
+    """Prints a table without the columns whose cells are all equal, which the title names once.
+
+    Args:
+      console: console to print on.
+      columns: headings of the columns; the first column names the rows, and stays.
+      rows: cells of the rows, one per column.
+      title: text above the table.
+    """
+    alike = {
+        column: cells[0]
+        for column, *cells in zip(columns, *rows, strict=True)
+        if len(set(cells)) == 1 < len(cells) and column != columns[0]
+    }
+    if alike:
+        title = f"{title}; all have {', '.join(f'{name} {cell}' for name, cell in alike.items())}"
+    kept = [number for number, column in enumerate(columns) if column not in alike]
+    print_table(
+        console,
+        [columns[number] for number in kept],
+        [[cells[number] for number in kept] for cells in rows],
+        title=title,
+    )

@@ -161,6 +161,12 @@ class Program:
     together: bool = False
     head_layers: float = 0.0
 
+    def without_transfers(self) -> Program:
+        """The program of the same order in which nothing moves over data."""
+        return dataclasses.replace(
+            self, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
+        )
+
     def shorter(self) -> tuple[tuple[Program, float], ...]:
         """Programs and weights whose sum has this one's time and slots; itself, if it is short."""
         p, most = self.stages, max(_PERIODS * self.stages, _FEWEST)
@@ -208,9 +214,7 @@ def lowering_of(program: Program) -> Lowering:
     Raises:
       ArgumentError: the schedule does not fit the shape.
     """
-    return _lowering_of(
-        dataclasses.replace(program, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False)
-    )
+    return _lowering_of(program.without_transfers())
 
 
 @lru_cache(maxsize=512)
@@ -225,7 +229,7 @@ def _lowering_of(p: Program) -> Lowering:
 _build = lru_cache(maxsize=512)(catalog.build)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=2048)
 def table_of(program: Program) -> TickTable:
     """Lowers a program, as `jaxpipe.Pipeline` does.
 
@@ -525,6 +529,13 @@ def replayed(
 
     ``head`` is how long the last stage's head takes a microbatch.
     """
+    # Many plans differ only in what moves.
+    timed = program.without_transfers() if moved == _NOTHING else program
+    return _replayed(timed, layer, moved, head)
+
+
+@lru_cache(maxsize=4096)
+def _replayed(program: Program, layer: Costs, moved: LayerTransfer, head: float) -> float:
     table = table_of(program)
     costs = [
         Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)

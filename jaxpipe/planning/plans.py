@@ -169,9 +169,7 @@ class PlacedPlan:
         """Counts the layers with the FLOPs of the head, if the last stage computes it; else 0."""
         if not self.plan.ends:
             return 0.0
-        rows, sizes = self.plan.rows, self.sizes
-        of_head = sizes.head.flops(rows) * self.model.num_layers
-        return round(of_head / sizes.layer_flops(rows), _DIGITS)
+        return _head_layers(self.model, self.variant, self.plan.rows)
 
     @cached_property
     def layer_parameters(self) -> float:
@@ -265,6 +263,13 @@ class PlacedPlan:
     def replica_link(self) -> float:
         """Bytes per second between the replicas of a part."""
         return self.cluster.link(self._near * self.plan.stage * self.plan.replica)
+
+
+@functools.lru_cache(maxsize=1024)
+def _head_layers(model: ModelSizes, variant: Variant, rows: int) -> float:
+    sizes = model.variants[variant]
+    of_head = sizes.head.flops(rows) * model.num_layers
+    return round(of_head / sizes.layer_flops(rows), _DIGITS)
 
 
 _Shapes = tuple[tuple[int, ...], ...]

@@ -90,12 +90,15 @@ class Result:
 
     Args:
       best: the finalists, the best first.
+      without_stages: the best plan of one stage, timed as it would run: data, tensor and context
+        devices alone; None if none fits the memory.
       front: the Pareto front of time, memory and cost, by time.
       excluded: how many plans are out, by `REASONS`.
       considered: how many there were.
     """
 
     best: tuple[Prediction, ...]
+    without_stages: Prediction | None
     front: tuple[Prediction, ...]
     excluded: Counter[str]
     considered: int
@@ -152,6 +155,8 @@ def search(
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
+    one_stage = [candidate for candidate in fitting if candidate.plan.stage == 1]
+    plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
     first, others = _finalists(screened, value, finalists)
     timed = []
     for number, prediction in enumerate([*first, *others], start=1):
@@ -165,7 +170,8 @@ def search(
     shown = {prediction.plan for prediction in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
     excluded["late"] += len(screened) - (len(timed) - len(fit)) - len(shown)
-    return Result(tuple(best), front(fit), excluded, considered)
+    plain = None if plain is None else predicted(plain.placed, goal)
+    return Result(tuple(best), plain, front(fit), excluded, considered)
 
 
 def _finalists(
@@ -202,7 +208,7 @@ def screen(
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
-    progress: Callable[[float], None],
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[Prediction]:
     """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
 

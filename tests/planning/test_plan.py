@@ -169,14 +169,30 @@ def test_too_little_memory_is_refused(model):
         search.search(model, [cluster], Goal(None, (32,)))
 
 
-def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
+def test_the_best_plan_without_stages_stands_beside_the_best(model):
+    cluster, goal = devices.cluster("h100", 4), Goal(None, (32,))
+    plain = search.search(model, [cluster], goal).without_stages
+    of_one_stage = search.search(model, [cluster], goal, allowed=lambda plan: plan.stage == 1)
+    assert plain == of_one_stage.best[0] == of_one_stage.without_stages
+
+
+def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     path, picture = tmp_path / "sizes.json", tmp_path / "front.svg"
     path.write_text(model.to_json())
     arguments = ["plan", "--sizes", str(path), "--devices", "2", "4", "--device", "h100"]
     assert cli.main([*arguments, "--tokens", "1e9", "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
-    for text in ("best plans", "no other plan is better", "milliseconds of a step", "are out:"):
+    for text in (
+        "best: ",
+        "best plans",
+        "no other plan is better",
+        "milliseconds of a step",
+        "are out:",
+    ):
         assert text in printed
+    assert "host nothing" in printed  # once for all plans
+    assert not re.search(r"…|\de-\d", printed)
     assert picture.read_text().startswith("<?xml")
 
 
@@ -202,8 +218,8 @@ def test_a_compared_mesh_has_every_axis_and_may_use_the_host(
     printed = capsys.readouterr().out
     cluster = devices.cluster("h100", 8 * one.context)
     exact = as_run(one, model, cluster)
-    assert f"{1e3 * exact.step_seconds:.4g}" in printed
-    assert f"{1e-9 * exact.device_bytes:.4g}" in printed
+    assert f"{1e3 * exact.step_seconds:.3g}" in printed
+    assert f"{1e-9 * exact.device_bytes:.3g}" in printed
 
 
 def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
@@ -215,9 +231,9 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     printed = capsys.readouterr().out
     plan_of_it = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 3, 1, "unrolled")
     exact = as_run(plan_of_it, model, devices.cluster("h100", 4))
-    whole = f"{1e3 * exact.step_seconds:.4g}"
+    whole = f"{1e3 * exact.step_seconds:.3g}"
     (row,) = [line for line in printed.splitlines() if "1f1b " in line and whole in line]
-    assert f"{1e3 * exact.seconds['transfers']:.4g}" in row
+    assert f"{1e3 * exact.seconds['transfers']:.3g}" in row
     assert cli.main(["compare", "1f1b", *arguments[4:]]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert row.split() in rows
