@@ -28,15 +28,15 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiplies the first ``sizes_X[0]`` rows by the first kernel, the next by the second, ...
 
-    Rows behind the last group must be zeros, and stay so. Kernels are read in the dtype of x; their
-    gradient is float32, but rounded once to bfloat16 by the kernel for Hopper.
+    Rows behind the last group give zeros. Kernels are read in the dtype of x. Their
+    gradient is float32, which Pallas' kernel for Hopper rounds to the dtype of x, once per call.
 
     Args:
       x_PI: the rows, in the order of their groups.
       kernels_XIO: a matrix per group.
       sizes_X: int32, rows per group; any may be 0, and together they are at most P.
-      expected_rows: how many rows the groups have together if what chooses them is balanced; from
-        these FLOPs are counted.
+      expected_rows: how many rows the groups have together if what chooses them is balanced, from
+        which FLOPs are counted; P only if they always have all.
 
     Returns:
       [P, O], in the dtype of x.
@@ -59,7 +59,9 @@ def _backward(expected_rows, residuals, dy_PO):
     x_PI, kernels_XIO, sizes_X = residuals
     flops = 2.0 * expected_rows * kernels_XIO[0].size
     dx_PI = _times_kernels(dy_PO, kernels_XIO, sizes_X, expected_rows, transposed=True)
-    return dx_PI, _kernel_gradients(x_PI, dy_PO, sizes_X, flops=flops), None
+    dkernels_XIO = _kernel_gradients(x_PI, dy_PO, sizes_X, flops=flops)
+    widest = jnp.promote_types(dkernels_XIO.dtype, kernels_XIO.dtype)
+    return dx_PI, dkernels_XIO.astype(widest), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
@@ -67,16 +69,19 @@ grouped_matmul.defvjp(_forward, _backward)
 
 def _times_kernels(x, kernels, sizes, expected_rows, *, transposed):
     flops = 2.0 * expected_rows * kernels[0].size
-    return _product(x, kernels.astype(x.dtype), sizes, transposed=transposed, flops=flops)
+    y = _product(x, kernels.astype(x.dtype), sizes, transposed=transposed, flops=flops)
+    if expected_rows == len(x):
+        return y
+    return jnp.where(jnp.arange(len(x))[:, None] < sizes.sum(), y, 0)
 
 
 @functools.partial(lax.composite, name="jaxpipe.grouped_matmul")
 def _product(x, kernels, sizes, /, *, transposed, flops):
-    """Multiplies each group by its kernel, or by the transposed one."""
+    """Multiplies each group by its kernel, or its transpose; rows behind the last are undefined."""
     del flops
     if _runs_on_hopper(x, kernels.shape[1:]):
         return _hopper_product(x, kernels, sizes, transposed)
-    blocks = _Blocks.of(sizes, len(x))
+    blocks = Blocks.of(sizes, len(x))
     padded = _with_room(x, blocks.rows)
 
     def multiply(n, y):
@@ -97,7 +102,7 @@ def _kernel_gradients(x, dy, sizes, /, *, flops):
     shape = x.shape[1], dy.shape[1]
     if _runs_on_hopper(x, shape):
         return _hopper_kernel_gradients(x, dy, sizes)
-    blocks = _Blocks.of(sizes, len(x))
+    blocks = Blocks.of(sizes, len(x))
     x, dy = (_with_room(rows, blocks.rows) for rows in (x, dy))
 
     def add(n, sums):
@@ -112,7 +117,7 @@ def _kernel_gradients(x, dy, sizes, /, *, flops):
     return lax.fori_loop(0, blocks.num_used, add, jnp.zeros((len(sizes), *shape), jnp.float32))
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Blocks of rows that cover all groups; each begins in one group, and the last may go past it.
 
     Args:
@@ -129,7 +134,7 @@ class _Blocks(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, sizes: jax.Array, num_rows: int) -> _Blocks:
+    def of(cls, sizes: jax.Array, num_rows: int) -> Blocks:
         # Last blocks are half empty on average, which adds a quarter where a block is half a mean
         # group. On CPUs, blocks of 16 rows are about as fast per row as larger ones.
         half = num_rows // len(sizes) // 2
@@ -170,7 +175,7 @@ def _largest_tile(size: int, tiles: tuple[int, ...]) -> int:
 def _hopper_product(x, kernels, sizes, transposed):
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
-    y = ragged_dot_mgpu.ragged_dot(
+    return ragged_dot_mgpu.ragged_dot(
         x,
         kernels,
         group_sizes=sizes,
@@ -181,14 +186,12 @@ def _hopper_product(x, kernels, sizes, transposed):
         max_concurrent_steps=4,
         grid_block_n=1,
     )
-    # The kernel leaves rows behind the last group as they are in memory.
-    return jnp.where((jnp.arange(len(y)) < sizes.sum())[:, None], y, 0)
 
 
 def _hopper_kernel_gradients(x, dy, sizes):
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
-    sums = transposed_ragged_dot_mgpu.transposed_ragged_dot(
+    return transposed_ragged_dot_mgpu.transposed_ragged_dot(
         x,
         dy,
         group_sizes=sizes,
@@ -198,4 +201,3 @@ def _hopper_kernel_gradients(x, dy, sizes):
         max_concurrent_steps=4,
         grid_block_n=1,
     )
-    return sums.astype(jnp.float32)

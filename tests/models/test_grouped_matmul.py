@@ -35,13 +35,12 @@ def loop(x, kernels, sizes):
 def test_products_and_gradients_are_those_of_a_loop_over_groups(sizes):
     """Also where there are more rows than groups have."""
     num_rows = max(40, sum(sizes))
-    is_used = jnp.arange(num_rows)[:, None] < sum(sizes)
     keys = jax.random.split(jax.random.key(0), 3)
-    x, dy = (jax.random.normal(key, (num_rows, 6)) * is_used for key in keys[:2])
+    x, dy = (jax.random.normal(key, (num_rows, 6)) for key in keys[:2])
     kernels = jax.random.normal(keys[2], (4, 6, 6))
 
     def found(x, kernels):
-        return grouped_matmul(x, kernels, jnp.array(sizes), num_rows)
+        return grouped_matmul(x, kernels, jnp.array(sizes), sum(sizes))
 
     y, vjp = jax.vjp(jax.jit(found), x, kernels)
     expected, expected_vjp = jax.vjp(functools.partial(loop, sizes=sizes), x, kernels)
