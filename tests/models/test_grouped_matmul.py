@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import chex
 import jax
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_experts
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime.layers import jaxprs, split
 from models import experts
 from models.grouped_matmul import grouped_matmul
@@ -45,6 +49,20 @@ def test_products_and_gradients_are_those_of_a_loop_over_groups(sizes):
     y, vjp = jax.vjp(jax.jit(found), x, kernels)
     expected, expected_vjp = jax.vjp(functools.partial(loop, sizes=sizes), x, kernels)
     chex.assert_trees_all_close((y, *vjp(dy)), (expected, *expected_vjp(dy)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[70, 0, 20, 30], [70, 0, 100, 30]], ids=["as expected", "more"])
+def test_the_kernel_for_hopper_gives_what_the_loop_gives(sizes):
+    """In jax's interpreter, which knows F but not the transposed tiles of B and W."""
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (256, 64)).astype(jnp.bfloat16)
+    kernels = jax.random.normal(keys[1], (4, 64, 128)).astype(jnp.bfloat16)
+    expected = grouped_matmul(x, kernels, jnp.array(sizes), 103)
+    interpreted = functools.partial(plgpu.kernel, interpret=InterpretGPUParams())
+    with mock.patch.object(plgpu, "kernel", interpreted), attention_of_gpus():
+        found = grouped_matmul(x, kernels, jnp.array(sizes), 103)
+    chex.assert_trees_all_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
 def test_gradients_of_kernels_are_summed_in_float32():
