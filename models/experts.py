@@ -224,13 +224,14 @@ class Experts(nnx.Module):
         """Computes the choices of this device's experts among the tokens of all devices, and sums
         up each token's outputs where it came from."""
         x_DE, chosen_DK, scores_DK = x_TE, routing.chosen, routing.scores
-        up_YEF = self.up.kernel[...]
+        num_own = len(self.up.kernel[...])
         if self.axis is not None:
             x_DE, chosen_DK, scores_DK = (
                 lax.all_gather(part, self.axis, tiled=True) for part in (x_DE, chosen_DK, scores_DK)
             )
-            chosen_DK = (chosen_DK - lax.axis_index(self.axis) * len(up_YEF)) % self.count
-        places, sizes_Y = room_for_all(chosen_DK, len(up_YEF))
+            # This device's experts are the first ones.
+            chosen_DK = (chosen_DK - lax.axis_index(self.axis) * num_own) % self.count
+        places, sizes_Y = room_for_all(chosen_DK, num_own)
         expected = routing.chosen.size
 
         def times(x_P, kernel):
