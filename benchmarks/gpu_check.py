@@ -47,6 +47,7 @@ from benchmarks.plain_steps import plain_step
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
 from jaxpipe.runtime.measure.memory import bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
+from models.grouped_matmul import grouped_matmul
 
 _BF16, _FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 _NO_AUTOTUNING = {"xla_gpu_autotune_level": "0"}
@@ -142,7 +143,8 @@ def rates(amounts: Amounts, device: Device) -> Iterator[Row]:
     sizes = jnp.full(amounts.groups, m // amounts.groups, jnp.int32)
     grouped = random(m, k), random(amounts.groups, k, n), sizes
     name = f"grouped matmul of {amounts.groups}, {m} x {k} x {n}"
-    yield row(name, 2.0 * m * k * n, flops, jax.lax.ragged_dot, *grouped)
+    multiply_groups = functools.partial(grouped_matmul, expected_rows=m)
+    yield row(name, 2.0 * m * k * n, flops, multiply_groups, *grouped)
     config = amounts.config
     heads = amounts.rows, config.sequence_length, config.num_heads, config.width // config.num_heads
     q, k_, v = (random(*heads) for _ in range(3))

@@ -59,6 +59,8 @@ _MOVES = frozenset(
      "concatenate", "select", "iota", "fusion"}
 )  # fmt: skip
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
+_GROUPED = 'custom_call_target="mosaic_gpu'  # the only Pallas kernels of our models
+_GROUPED_ROWS = 64  # of a tile in models/grouped_matmul.py
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 
@@ -83,6 +85,9 @@ def kernel(
     if found := _ATTENTION.search(row.text):
         moved = sum(sum(one.bytes) for one in (*read, row))
         return Kernel(Use.ATTENTION, _attention_flops(read, row, found[1]), moved)
+    if _GROUPED in row.text:
+        moved = sum(sum(one.bytes) for one in (*read, row))
+        return Kernel(Use.MATMUL, _grouped_flops(read, row), moved)
     if row.opcode == "fusion":
         inside = row.calls["calls"]
         flops = program.dot_flops(inside)
@@ -186,3 +191,15 @@ def _attention_flops(read: list[Instruction], row: Instruction, kind: str) -> in
     _, length, _, _ = read[1].shapes[0]  # of the keys: rows, length, heads, head width
     matmuls = 5 if kind.endswith("Backward") else 2
     return 2 * matmuls * math.prod(row.shapes[0]) * length // (2 if "CAUSAL" in row.text else 1)
+
+
+def _grouped_flops(read: list[Instruction], row: Instruction) -> int:
+    """A grouped matmul of `models.grouped_matmul`, or of its kernels' gradients: all tiles of rows,
+    and one more for each group but the first, which shares a tile with the group before."""
+    (num_groups,), *_ = read[0].shapes
+    left, right = (one.shapes[0] for one in read[-2:])
+    of_kernels = len(row.shapes[0]) == 3
+    num_rows, width = left
+    tiles = -(-num_rows // _GROUPED_ROWS) + num_groups - 1
+    other = right[-1] if of_kernels else row.shapes[0][1]
+    return 2 * tiles * _GROUPED_ROWS * width * other

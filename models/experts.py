@@ -3,14 +3,15 @@
     chosen, scores = router(x)                [tokens, chosen experts]
     y = sum over chosen experts of score * expert(x)   [+ shared(x)]
 
-Shapes do not depend on the routing. Without a capacity, every expert computes every token, and
-experts that were not chosen have the weight 0. With a capacity, an expert has room for so many
-tokens, and tokens that find no room are dropped. Devices along a mesh axis may hold some of the
-experts each, in the first dimension of the kernels, and then exchange tokens.
+Shapes do not depend on the routing. Without a capacity, choices are sorted by expert and multiplied
+group by group (`models.grouped_matmul`): nothing is dropped, and nothing computed that was not
+chosen. With a capacity, an expert has room for so many tokens, and tokens that find no room are
+dropped. Devices along a mesh axis may hold some of the experts each, in the first dimension of the
+kernels, and then exchange tokens.
 
 Dimension suffixes: T tokens of a device, D tokens of all devices that exchange them, X experts, Y
-experts of a device, K chosen experts, C room of an expert for tokens of a device, E width, F hidden
-width of an expert.
+experts of a device, K chosen experts, P places for choices, C places of an expert for tokens of a
+device, E width, F hidden width of an expert.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jax import lax
 
 from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, einsum
 from models.gpt_config import GPTConfig
+from models.grouped_matmul import grouped_matmul
 from models.sharing import Sharing
 
 
@@ -87,13 +89,13 @@ def balance_loss(share_X: jax.Array, use_X: jax.Array) -> jax.Array:
 class Room(NamedTuple):
     """The places that experts have for tokens, and the tokens that take them.
 
-    Token t's choice k has the number t K + k, and place c of expert x the number x C + c.
+    Token t's choice k has the number t K + k. Places are numbered in the order of ``pairs``.
 
     Args:
-      pairs: int32 [experts, capacity], the number of the token's choice in each place; the number
-        behind the last one where a place is empty.
+      pairs: int32, the number of the token's choice in each place; the number behind the last one
+        where a place is empty. [experts, capacity], or [places] in the order of their experts.
       places: int32 [tokens, chosen experts], the number of each choice's place; the number behind
-        the last one where the token is dropped.
+        the last one where it has none.
     """
 
     pairs: jax.Array
@@ -118,6 +120,60 @@ def room(chosen_TK: jax.Array, num_experts: int, capacity: int) -> Room:
     pairs = jnp.full(outside, chosen.size, jnp.int32)
     pairs = pairs.at[places_TK.reshape(-1)].set(jnp.arange(chosen.size), mode="drop")
     return Room(pairs.reshape(num_experts, capacity), places_TK)
+
+
+def room_for_all(chosen_TK: jax.Array, num_experts: int) -> tuple[Room, jax.Array]:
+    """Sorts choices by expert, and counts those of each.
+
+    Args:
+      chosen_TK: experts; numbers from ``num_experts`` on are others', and get no place here.
+      num_experts: how many have places, as many together as tokens can choose at most.
+
+    Returns:
+      The room, and int32 [experts], how many of its places are each expert's.
+
+    Example:
+      >>> places, sizes = room_for_all(jnp.array([[1, 0], [2, 1]]), 2)
+      >>> places.pairs.tolist(), places.places.tolist(), sizes.tolist()
+      ([1, 0, 3, 4], [[1, 0], [4, 2]], [1, 2])
+    """
+    num_tokens, num_choices = chosen_TK.shape
+    num_places = num_tokens * min(num_choices, num_experts)
+    chosen = chosen_TK.reshape(-1)
+    sizes = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
+    pairs = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    numbers = jnp.arange(chosen.size, dtype=jnp.int32)
+    places = jnp.zeros_like(pairs).at[pairs].set(numbers, unique_indices=True)
+    places_TK = jnp.where(chosen_TK < num_experts, places.reshape(chosen_TK.shape), num_places)
+    is_taken = numbers[:num_places] < sizes.sum()
+    return Room(jnp.where(is_taken, pairs[:num_places], chosen.size), places_TK), sizes
+
+
+@jax.custom_vjp
+def sent(rows, places: Room):
+    """Gives each place the row of its token; empty ones get zeros.
+
+    The transpose of `returned`: both directions gather, and nothing is scattered.
+    """
+    return _take(rows, places.pairs // places.places.shape[1])
+
+
+@jax.custom_vjp
+def returned(rows, places: Room):
+    """Sums for each token the rows in the places of its choices."""
+    rows = rows.reshape(-1, *rows.shape[places.pairs.ndim :])
+    return _take(rows, places.places).sum(axis=1)
+
+
+sent.defvjp(lambda *args: (sent(*args), args[1]), lambda places, dy: (returned(dy, places), None))
+returned.defvjp(
+    lambda *args: (returned(*args), args[1]), lambda places, dy: (sent(dy, places), None)
+)
+
+
+def sent_scores(scores_TK: jax.Array, places: Room) -> jax.Array:
+    """Gives each place the score of its choice."""
+    return sent(scores_TK.reshape(-1), Room(places.pairs, places.places.reshape(-1, 1)))
 
 
 def _take(rows, numbers):
@@ -158,40 +214,46 @@ class Experts(nnx.Module):
         """Sums the experts' outputs by their scores; also returns the share of choices that find no
         room, or None without a capacity."""
         if self.config.capacity_factor is None:
-            return self._of_every_token(x_TE, routing), None
+            return self._of_all_choices(x_TE, routing), None
         capacity = self.config.expert_capacity(len(x_TE))
         places = room(routing.chosen, self.count, capacity)
         dropped = jnp.mean(places.places == places.pairs.size, dtype=jnp.float32)
         return self._of_chosen_tokens(x_TE, routing, places), dropped
 
-    def _of_every_token(self, x_TE, routing):
-        """Computes the tokens of all devices with this one's experts; each gets its own sums."""
-        is_chosen_TKX = jax.nn.one_hot(routing.chosen, self.count)
-        weights_TX = jnp.einsum("tk,tkx->tx", routing.scores, is_chosen_TKX)
-        x_DE, weights_DY = x_TE, weights_TX
+    def _of_all_choices(self, x_TE, routing):
+        """Computes the choices of this device's experts among the tokens of all devices, and sums
+        up each token's outputs where it came from."""
+        x_DE, chosen_DK, scores_DK = x_TE, routing.chosen, routing.scores
+        num_own = len(self.up.kernel[...])
         if self.axis is not None:
-            x_DE = lax.all_gather(x_TE, self.axis, tiled=True)
-            weights_DY = self._exchange(weights_TX, 1, 0)
+            x_DE, chosen_DK, scores_DK = (
+                lax.all_gather(part, self.axis, tiled=True) for part in (x_DE, chosen_DK, scores_DK)
+            )
+            # This device's experts are the first ones.
+            chosen_DK = (chosen_DK - lax.axis_index(self.axis) * num_own) % self.count
+        places, sizes_Y = room_for_all(chosen_DK, num_own)
+        expected = routing.chosen.size
 
-        hidden_DYF = self._hidden(lambda kernel: einsum("de,yef->dyf", x_DE, kernel))
-        hidden_DYF = hidden_DYF * weights_DY[..., None].astype(x_TE.dtype)
-        y_DE = einsum("dyf,yfe->de", hidden_DYF, self.down.kernel[...])
+        def times(x_P, kernel):
+            return grouped_matmul(x_P, kernel, sizes_Y, expected)
+
+        x_PE = sent(x_DE, places)
+        hidden_PF = self._hidden(lambda kernel: times(x_PE, kernel))
+        hidden_PF = hidden_PF * sent_scores(scores_DK, places)[:, None].astype(x_TE.dtype)
+        y_DE = returned(times(hidden_PF, self.down.kernel[...]), places)
         if self.axis is None:
             return y_DE
         return lax.psum_scatter(y_DE, self.axis, tiled=True)
 
     def _of_chosen_tokens(self, x_TE, routing, places: Room):
         """Computes the tokens that chose this device's experts, and sends the outputs back."""
-        pairs_XC, places_TK = places
-        x_XCE = _take(x_TE, pairs_XC // routing.chosen.shape[1])
-        weights_XC = _take(routing.scores.reshape(-1), pairs_XC)
+        x_XCE, weights_XC = sent(x_TE, places), sent_scores(routing.scores, places)
         x_YDE, weights_YD = (self._exchange(parts, 0, 1) for parts in (x_XCE, weights_XC))
 
         hidden_YDF = self._hidden(lambda kernel: einsum("yde,yef->ydf", x_YDE, kernel))
         hidden_YDF = hidden_YDF * weights_YD[..., None].astype(x_TE.dtype)
         y_YDE = einsum("ydf,yfe->yde", hidden_YDF, self.down.kernel[...])
-        y_XCE = self._exchange(y_YDE, 1, 0)
-        return _take(y_XCE.reshape(-1, x_TE.shape[1]), places_TK).sum(axis=1)
+        return returned(self._exchange(y_YDE, 1, 0), places)
 
     def _hidden(self, times: Callable[[jax.Array], jax.Array]):
         """Computes the hidden values; ``times`` multiplies the tokens by a kernel."""

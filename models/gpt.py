@@ -214,9 +214,9 @@ def flops_per_token(config: GPTConfig) -> int:
 
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
     take part in a matmul, hence no position tables, no input table that is only looked up, and only
-    as many experts as a token is sent to, even where all of them compute it. The second term is the
-    attention scores and their use, with A the width of all heads and S the tokens that a position
-    sees, not halved for causality. Recomputation is not counted.
+    as many experts as a token is sent to. The second term is the attention scores and their use,
+    with A the width of all heads and S the tokens that a position sees, not halved for causality.
+    Recomputation is not counted.
     """
     num_multiplied = num_parameters(config)
     if config.positions == "learned":

@@ -83,7 +83,7 @@ class GPTConfig(validation.Validated):
       normalized_scores: the scores of the chosen experts are divided by their sum.
       capacity_factor: the most tokens of a device that an expert computes, as a multiple of the
         number it would be sent if all experts were used alike, rounded up. Further tokens are
-        dropped, first choices last. None drops nothing: every expert computes every token.
+        dropped, first choices last. None drops nothing.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
 

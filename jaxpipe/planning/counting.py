@@ -345,6 +345,8 @@ def _itemsize(v: Atom) -> int:
 
 def _flops(eqn: Eqn) -> float:
     """Multiplications and additions of a matmul, a convolution or an attention."""
+    if (stated := jaxprs.stated_flops(eqn.primitive, eqn.params)) is not None:
+        return stated
     name, out = eqn.primitive.name, math.prod(eqn.outvars[0].aval.shape)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -24,6 +24,8 @@ from jaxpipe.runtime.measure.memory import bytes_beside_arguments
 from jaxpipe.schedule.problems import Problem, refuse
 
 _TARGET = Path(__file__).parent / "h100.txtpb"
+_PROCESSORS = 132
+"""Streaming multiprocessors of an H100 SXM (data sheet); jax's Pallas kernels ask for them."""
 _CUDNN = 91100
 """The version that traces are made for; what is compiled comes from the installed one."""
 GPUS_PER_HOST = 8
@@ -70,16 +72,18 @@ def h100s(count: int) -> Sequence[jax.Device]:
 
 @contextlib.contextmanager
 def attention_of_gpus() -> Iterator[None]:
-    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention.
+    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention and
+    kernels for Hopper.
 
-    Both jax and the models choose it when a program is traced, by the devices of this process; jax
-    has no way to say that a program is traced for others. So its answers are replaced while it
+    Both jax and the models choose them when a program is traced, by the devices of this process;
+    jax has no way to say that a program is traced for others. So its answers are replaced while it
     traces, which nothing but counting and compiling without devices may do.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(type(jax.devices()[0]), "core_count", _PROCESSORS, create=True),
         mock.patch.object(cudnn, "check_cudnn_version", return_value=_CUDNN),
         mock.patch.object(cudnn, "check_compute_capability", return_value=True),
     ):

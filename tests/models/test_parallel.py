@@ -97,6 +97,9 @@ FEW = {
         dataclasses.replace(MIXTURE, num_layers=2, capacity_factor=0.5),
         *("1f1b-fused", EXPERT[0], 3),
     ),
+    "mixture-without-capacity": Case(
+        dataclasses.replace(MIXTURE, num_layers=4), "zb-v", EXPERT[1], 3, "dots"
+    ),
     "resnet-8-batch-norm": Case(
         dataclasses.replace(RESNET, depth=8, norm="batch"), "1f1b-fused", {"stage": 2}
     ),

@@ -35,13 +35,15 @@ def batch(rows: int):
     return {"tokens": jax.ShapeDtypeStruct((rows, CONFIG.sequence_length + 1), jnp.int32)}
 
 
-def pipeline(*, schedule="1f1b", stage=1, data=1, expert=1, **options) -> jaxpipe.Pipeline:
+def pipeline(
+    *, config=CONFIG, schedule="1f1b", stage=1, data=1, expert=1, **options
+) -> jaxpipe.Pipeline:
     shared = {"expert": expert} if expert > 1 else {}
     if isinstance(schedule, str):
         options["microbatches"] = 2
     return jaxpipe.Pipeline(
-        gpt.model(CONFIG, vocabulary_axis="stage", expert_axis="expert" if shared else None),
-        jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))),
+        gpt.model(config, vocabulary_axis="stage", expert_axis="expert" if shared else None),
+        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         mesh=jaxpipe.make_mesh(stage=stage, data=data, **shared),
         schedule=schedule,
         **options,
@@ -93,6 +95,25 @@ def test_tokens_are_exchanged_there_and_back():
             sent = sum(one.sent.at(rows) for one in exchanges)
             there_and_back = 2 * chosen * CONFIG.width * 2 * (expert - 1) / expert
             assert sent == pytest.approx(there_and_back, rel=0.1)  # and scores
+
+
+def test_what_drops_nothing_costs_the_matmuls_of_chosen_experts_too():
+    """As many FLOPs as with room for an even share, on one device and on two."""
+    config = dataclasses.replace(CONFIG, capacity_factor=None)
+    for expert in (1, 2):
+        pipe = pipeline(config=config, data=expert, expert=expert)
+        (found, *_), (with_room, *_) = (
+            sizes.layers
+            for sizes in (
+                counting.sizes(pipe, batch, compute_bytes=2),
+                model().variants[Variant(1, 1, "none", expert)],
+            )
+        )
+        flops, expected = (
+            sum(kernel.flops.at(PLAN.rows) for part in parts for kernel in part.kernels)
+            for parts in ((layer.f, layer.b, layer.w) for layer in (found, with_room))
+        )
+        assert flops == pytest.approx(expected)
 
 
 def test_nothing_hides_what_experts_exchange():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -167,6 +167,26 @@ def multiplies(eqn: Eqn) -> bool:
         return not batch_dims
     heavy = eqn.primitive.name in ("conv_general_dilated", "ragged_dot_general")
     return heavy or any(map(_is_program, eqn.params.values()))
+
+
+def stated_flops(primitive: core.Primitive, params: Mapping[str, Any]) -> float | None:
+    """Returns the attribute ``flops`` of a `jax.lax.composite`; None for what has none.
+
+    It makes a matmul of a program whose loops nothing else can count.
+    """
+    if primitive.name != "composite":
+        return None
+    return next((float(value[0]) for key, value, _ in params["attributes"] if key == "flops"), None)
+
+
+def with_stated_flops(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Yields the equations that have `stated_flops`, also within calls, loops and branches."""
+    for eqn in jaxpr.eqns:
+        if stated_flops(eqn.primitive, eqn.params) is not None:
+            yield eqn
+        else:
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from with_stated_flops(inner)
 
 
 def gathers(eqn: Eqn) -> bool:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import jax
 from jax.extend.core import Primitive
 
+from jaxpipe.runtime.layers.jaxprs import stated_flops
 from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.problems import Problem
 
@@ -20,8 +21,8 @@ than their operands."""
 
 def _dots(primitive: Primitive, *args: Tree, **params: Tree) -> bool:
     """Keeps the outputs of weight matmuls, or their sum where devices sum them up, and the values
-    that devices exchange."""
-    if primitive.name in _COMMUNICATES:
+    that devices exchange. Composites that state their FLOPs are matmuls."""
+    if primitive.name in _COMMUNICATES or stated_flops(primitive, params) is not None:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 

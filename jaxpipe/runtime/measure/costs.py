@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.layers import losses
+from jaxpipe.runtime.layers import jaxprs, losses
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.measure import traced
@@ -154,9 +155,20 @@ def _parts(
 
 
 def _flops(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
-    analysis = jax.jit(part).lower(*args).cost_analysis()
+    program = jax.jit(part).trace(*args)
+    flops = _flops_of_xla(program)
+    for eqn in jaxprs.with_stated_flops(program.jaxpr.jaxpr):
+        # XLA counts one turn of a loop.
+        loops = jax.jit(core.jaxpr_as_fun(eqn.params["jaxpr"]))
+        counted = _flops_of_xla(loops.trace(*jaxprs.shapes_of_variables(eqn.invars)))
+        flops += (jaxprs.stated_flops(eqn.primitive, eqn.params) or 0.0) - counted
+    return max(flops, 1.0)  # a layer without parameters has no W
+
+
+def _flops_of_xla(program: jax.stages.Traced) -> float:
+    analysis = program.lower().cost_analysis()
     assert analysis is not None  # every backend of jax has one
-    return max(analysis.get("flops", 0.0), 1.0)  # a layer without parameters has no W
+    return analysis.get("flops", 0.0)
 
 
 def _seconds(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
