@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,12 +49,8 @@ def sizes(
     tensors: Sequence[int] = (1, 2, 4, 8),
     remats: Sequence[str] = ("none", "full"),
     context: int = 1,
-    flash: bool = True,
 ) -> ModelSizes:
-    """Traces a GPT that Adam trains with float32 sums; `harness.simulate` made the devices.
-
-    Attention is one kernel with ``flash``; without it, its scores are in memory.
-    """
+    """Traces a GPT that Adam trains with float32 sums; `harness.simulate` made the devices."""
     shared = {"context": context} if context > 1 else {}
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     length = config.sequence_length
@@ -76,7 +71,7 @@ def sizes(
         )
         return counting.sizes(pipe, batch, compute_bytes=2)
 
-    with without_devices.attention_of_gpus() if flash else contextlib.nullcontext():
+    with without_devices.attention_of_gpus():
         variants = {
             Variant(context, t, remat): counted(t, remat) for t in tensors for remat in remats
         }
