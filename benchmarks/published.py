@@ -721,8 +721,8 @@ loses most, in seconds, and the memory if it does not fit:
 _ENDING = """
 A are runs on H100s (NVIDIA/dgxc-benchmarking), D Megatron-LM of 2021 on A100s with full
 rematerialization, F Zero Bubble (arXiv 2401.10241) on A100s, whose ZB-2p, a searched order, is
-predicted as ZB-H2. That A overlaps its tensor collectives and its messages, and that D and 1F1B of F
-wait for messages, is assumed. Configurations and sources: `benchmarks/published_runs.csv` and
+predicted as ZB-H2. It is assumed that A overlaps its tensor collectives and messages, and that D
+and 1F1B of F wait for messages. Configurations and sources: `benchmarks/published_runs.csv` and
 `published_models.csv`.
 """
 
