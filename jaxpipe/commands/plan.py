@@ -10,14 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpipe.commands.predictions import print_parts, read_sizes
-from jaxpipe.commands.printing import output_console, print_table
+from jaxpipe.commands.printing import output_console, print_table, say
 from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import DEVICES, LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster, find
+from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.search import FINALISTS, REASONS, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
-from jaxpipe.schedule.problems import Problem, below_one, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.show import svg
 
 _DAY = 86400
@@ -202,6 +203,7 @@ def _report(
         f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
         f"{kind.source}"
     )
+    _print_best(console, result.best[0], _of_data_alone(model, clusters, goal))
     _print_plans(console, "best plans", result.best[:5], goal)
     front = sorted(result.front, key=lambda candidate: candidate.device_bytes)
     _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
@@ -216,28 +218,88 @@ def _report(
 
 
 def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal: Goal) -> None:
-    training = goal.tokens is not None
-    experts = any(candidate.placed.variant.expert > 1 for candidate in plans)
-    columns = ["plan", "devices", "stage x data x context x tensor", *(["expert"] * experts)]
-    columns += ["schedule", "v", "m x rows", "remat", "head", "ZeRO", "replicas", "weights, slots"]
-    columns += ["on the host", "step, s", "model FLOPs", "GB", *(["days", "$"] * training)]
-    rows = []
-    for number, candidate in enumerate(plans, start=1):
-        p = candidate.plan
-        shown = [str(number), str(candidate.placed.cluster.count)]
-        shown.append(f"{p.stage} x {p.data} x {p.context} x {p.tensor}")
-        shown += [str(p.expert)] * experts
-        shown.append(p.schedule)
-        shown += [str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
-        shown.append("ends" if p.ends else "split")
-        shown += [str(p.zero), str(p.replica), f"{p.weights}, {p.weight_slots}"]
-        shown.append(str(p.on_host))
-        shown += [f"{candidate.step_seconds:.3f}", f"{candidate.model_flops_share:.1%}"]
-        shown.append(f"{candidate.device_bytes / 1e9:.3g}")
-        if training:
-            shown += [f"{candidate.train_seconds / _DAY:.2f}", f"{candidate.dollars:,.0f}"]
-        rows.append(shown)
-    print_table(console, columns, rows, title=title)
+    """Prints plans in the columns in which they differ; what all share is said above."""
+    rows = [_cells(candidate, goal) for candidate in plans]
+    names = [name for name in rows[0] if name in _ALWAYS or len({row[name] for row in rows}) > 1]
+    shared = [f"{name} {value}" for name, value in rows[0].items() if name not in names]
+    say(console, f"\n{title}; meshes are stage x data x context x tensor")
+    if shared:
+        say(console, f"all: {', '.join(shared)}")
+    numbered = [
+        (str(number), *(row[name] for name in names)) for number, row in enumerate(rows, start=1)
+    ]
+    print_table(console, ["#", *names], numbered)
+
+
+_ALWAYS = ("mesh", "schedule", "step, s", "MFU", "GB", "days", "$")
+"""Columns that are shown even if all plans agree."""
+
+
+def _cells(candidate: Prediction, goal: Goal) -> dict[str, str]:
+    """Makes a plan's cells by column."""
+    p = candidate.plan
+    cells = {
+        "devices": str(candidate.placed.cluster.count),
+        "mesh": f"{p.stage}x{p.data}x{p.context}x{p.tensor}",
+        "expert": str(p.expert),
+        "schedule": p.schedule,
+        "v": str(p.chunks),
+        "m x rows": f"{p.microbatches} x {p.rows}",
+        "remat": p.remat,
+        "head": "ends" if p.ends else "split",
+        "ZeRO": str(p.zero),
+        "replica": str(p.replica),
+        "weights": f"{p.weights} {p.weight_slots}",
+        "on host": str(p.on_host),
+        "step, s": f"{candidate.step_seconds:.3f}",
+        "MFU": f"{candidate.model_flops_share:.1%}",
+        "GB": f"{candidate.device_bytes / 1e9:.3g}",
+    }
+    if goal.tokens is not None:
+        cells["days"] = f"{candidate.train_seconds / _DAY:.2f}"
+        cells["$"] = f"{candidate.dollars:,.0f}"
+    return cells
+
+
+def _in_words(candidate: Prediction) -> str:
+    """Describes a plan: its mesh, schedule and policy, and what it takes."""
+    p = candidate.plan
+    axes = {"stages": p.stage, "data shards": p.data, "context": p.context, "tensor": p.tensor}
+    mesh = " x ".join(f"{size} {name}" for name, size in axes.items() if size > 1) or "1 device"
+    experts = f", experts over {p.expert}" if p.expert > 1 else ""
+    zero = f", ZeRO-{p.zero}" if p.zero else ""
+    return (
+        f"{mesh}{experts}, {p.schedule}, remat {p.remat}{zero}: "
+        f"{candidate.step_seconds:.2f} s a step, {candidate.model_flops_share:.0%} MFU, "
+        f"{candidate.device_bytes / 1e9:.3g} GB"
+    )
+
+
+def _print_best(console: Console, best: Prediction, sharded: Prediction | None) -> None:
+    """Says in words which plan is best, and what data shards alone would take."""
+    say(console, f"best: {_in_words(best)}")
+    if sharded is None:
+        say(console, "data shards alone do not fit")
+    elif sharded.plan != best.plan:
+        as_good = best.step_seconds >= _AS_GOOD * sharded.step_seconds
+        note = "data shards alone are as good" if as_good else "data shards alone"
+        say(console, f"{note}: {_in_words(sharded)}")
+
+
+_AS_GOOD = 0.98
+"""Share of the time of data shards alone from which a pipeline is not worth its trouble."""
+
+
+def _of_data_alone(model: ModelSizes, clusters: Sequence[Cluster], goal: Goal) -> Prediction | None:
+    """Finds the best plan that has no stages and shares no layer; None if none fits."""
+
+    def allowed(plan: Plan) -> bool:
+        return plan.stage * plan.sharing * plan.expert == 1
+
+    try:
+        return search(model, clusters, goal, finalists=1, allowed=allowed).best[0]
+    except ArgumentError:
+        return None
 
 
 def figure(result: Result, title: str) -> str:

@@ -169,7 +169,8 @@ def test_too_little_memory_is_refused(model):
         search.search(model, [cluster], Goal(None, (32,)))
 
 
-def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
+def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     path, picture = tmp_path / "sizes.json", tmp_path / "front.svg"
     path.write_text(model.to_json())
     arguments = ["plan", "--sizes", str(path), "--devices", "2", "4", "--device", "h100"]
@@ -177,6 +178,10 @@ def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys):
     printed = capsys.readouterr().out
     for text in ("best plans", "no other plan is better", "milliseconds of a step", "are out:"):
         assert text in printed
+    assert re.search(r"^best: .* s a step, \d+% MFU, .* GB$", printed, re.MULTILINE)
+    assert "all: " in printed
+    assert "…" not in printed
+    assert not re.search(r"\de-\d", printed)
     assert picture.read_text().startswith("<?xml")
 
 
