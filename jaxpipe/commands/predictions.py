@@ -200,5 +200,5 @@ def print_parts(
 
 
 def _shown(value: float) -> str:
-    """Writes four digits, all before the point, and no more than four behind it."""
-    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}" if value >= 5e-5 else "0"
+    """Writes four digits, or all before the point: 15910, and not 1.591e+04; below 1e-4, 0."""
+    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}" if value >= 1e-4 else "0"
