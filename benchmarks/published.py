@@ -98,7 +98,21 @@ class Shape:
 
 
 class Run(NamedTuple):
-    """A row of the file: configuration, measurements (None where the source has none), source."""
+    """A row of the file: configuration, measurements (None where the source has none), source.
+
+    Args:
+      layers, length: where they are not the model's.
+      gbits: of a GPU's port between hosts, Gb/s.
+      chunks: per stage.
+      rows, batch: of a microbatch on a data shard, and of a step.
+      attention: "flash", one kernel, or "written", with scores in memory.
+      sequence_parallel, tensor_overlap, message_overlap, data_overlap: "yes" if the system splits
+        norms over tensor devices, and hides these collectives and messages under layers.
+      zero: 1 for a distributed optimizer.
+      ends_in_layers: "yes" if embedding and loss count as a layer each.
+      step_seconds, mfu, tflops, memory_gb: measured; MFU in % of the peak of the precision, and
+        TFLOP/s of a GPU as the source counts them.
+    """
 
     id: str
     model: str
