@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload plan-memory figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload plan-memory published figures docs
 
 setup: $(INSTALLED)
 
@@ -123,6 +123,10 @@ gpu-roofline: gpu-environment
 plan-memory: gpu-environment
 	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'nvidia-cudnn-cu12<10'
 	$(VENV)-gpu/bin/python -m benchmarks.plan_memory $(ARGS)
+
+# Published runs of other systems beside what the planner's model predicts: docs/published.md.
+published: setup
+	$(BIN)/python -m benchmarks.published
 
 figures: setup
 	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg

@@ -48,8 +48,10 @@ def sizes(
     *,
     tensors: Sequence[int] = (1, 2, 4, 8),
     remats: Sequence[str] = ("none", "full"),
+    context: int = 1,
 ) -> ModelSizes:
     """Traces a GPT that Adam trains with float32 sums; `harness.simulate` made the devices."""
+    shared = {"context": context} if context > 1 else {}
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     length = config.sequence_length
 
@@ -57,19 +59,22 @@ def sizes(
         return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
 
     def counted(tensor: int, remat: str) -> Any:
-        shared = {"tensor": tensor} if tensor > 1 else {}
+        axes = shared | ({"tensor": tensor} if tensor > 1 else {})
+        names = {f"{name}_axis": name for name in axes}
         pipe = jaxpipe.Pipeline(
-            gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor" if shared else None),
+            gpt.model(config, vocabulary_axis="stage", **names),
             params,
             schedule="1f1b",
             microbatches=2,
-            mesh=jaxpipe.make_mesh(stage=1, **shared),
+            mesh=jaxpipe.make_mesh(stage=1, **axes),
             remat=remat,
         )
         return counting.sizes(pipe, batch, compute_bytes=2)
 
     with without_devices.attention_of_gpus():
-        variants = {Variant(1, t, remat): counted(t, remat) for t in tensors for remat in remats}
+        variants = {
+            Variant(context, t, remat): counted(t, remat) for t in tensors for remat in remats
+        }
     harness.note(f"traced {name}")
     return ModelSizes(
         name=name, tokens_per_row=length, parameter_bytes=4, compute_bytes=2, moments=2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +118,20 @@ class OnDevices:
 
 
 def of_schedules(
-    names: Sequence[str], on: OnDevices, *, stages: int, microbatches: int
+    names: Sequence[str],
+    on: OnDevices,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: Mapping[str, int],
 ) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Predicts what each schedule takes on one mesh, and says why the others do not fit it.
 
     Args:
-      names: names of schedules, which have their own default of chunks.
+      names: names of schedules.
       on: a model, and the other axes of the mesh.
       stages, microbatches: shape of the schedules.
+      chunks: chunks per stage of those that do not have their own default.
 
     Raises:
       ArgumentError: the options do not fit each other.
@@ -148,11 +154,11 @@ def of_schedules(
     reasons: dict[str, str] = {}
     entries = {entry.name: entry for entry in catalog.entries()}
     for name in names:
-        chunks = entries[name].default_chunks if name in entries else 1
-        slots = 2 if on.zero >= 2 and chunks > 1 else 1
-        plan = Plan(schedule=name, chunks=chunks, weight_slots=slots, **shape)
-        if stages * chunks > model.num_layers:
-            reasons[name] = f"{stages * chunks} chunks need as many layers"
+        own = chunks.get(name) or (entries[name].default_chunks if name in entries else 1)
+        slots = 2 if on.zero >= 2 and own > 1 else 1
+        plan = Plan(schedule=name, chunks=own, weight_slots=slots, **shape)
+        if stages * own > model.num_layers:
+            reasons[name] = f"{stages * own} chunks need as many layers"
             continue
         try:
             choices = [

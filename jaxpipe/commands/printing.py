@@ -37,17 +37,18 @@ def print_table(
       rows: cells of the rows, one per column.
       title: text above the table.
     """
-    # Columns with one space between them: a terminal of 80 has room for the longest names.
+    # Without lines between columns a terminal of 80 has room for the longest names.
     table = Table(title=title or None, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.padding = 0
     for column in columns:
         table.add_column(column, no_wrap=True)
     for cells in rows:
         table.add_row(*cells)
     unlimited = console.options.update(width=_PIPE_WIDTH)
-    if Measurement.get(console, unlimited, table).maximum <= console.width:
-        console.print(table)
-        return
+    for right in (1, 0):  # columns are two spaces apart, or one
+        table.padding = 0, right, 0, 0
+        if Measurement.get(console, unlimited, table).maximum <= console.width:
+            console.print(table)
+            return
     if title:
         say(console, title)
     print_list(console, columns, rows)

@@ -84,6 +84,7 @@ def compare(
     *,
     stages: int,
     microbatches: int,
+    chunks: int | None = None,
     stage_costs: str | None = None,
     layer_costs: str | None = None,
     layers: int | None = None,
@@ -101,6 +102,7 @@ def compare(
       names: the schedules, as for `show`; by default all of the catalog that fit.
       stages: p, pipeline stages.
       microbatches: m, microbatches per batch.
+      chunks: v, chunks per stage of the schedules that let one choose; by default each one's own.
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. The
         stage's chunks share it. By default 1,1,1 if no costs of a layer are given either.
       layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
@@ -112,8 +114,9 @@ def compare(
       out: a picture of the comparison to write, .svg; or .html, a page on which a browser shows the
         schedules one above the other, each as `show` does.
     """
-    refuse(below_one(stages=stages, microbatches=microbatches))
-    check_size(stages, microbatches, 1)
+    refuse(below_one(stages=stages, microbatches=microbatches, chunks=chunks))
+    check_size(stages, microbatches, chunks or 1)
+    chosen = {e.name: chunks for e in catalog.entries() if chunks and "num_chunks" in e.defaults}
     if out is not None and out.suffix.lower() not in _ENDINGS:
         rule = f"--out {out} does not end in a picture format or that of a page."
         raise ValueError(f"{rule}\nNearest valid: {', '.join(_ENDINGS)}.")
@@ -122,7 +125,8 @@ def compare(
         costs_given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
         refuse(_instead(**costs_given, **bytes_given, out=out))
         wanted = names or tuple(SCHEDULES)
-        _print_predictions(*of_schedules(wanted, devices, stages=stages, microbatches=microbatches))
+        shape = {"stages": stages, "microbatches": microbatches}
+        _print_predictions(*of_schedules(wanted, devices, **shape, chunks=chosen))
         return
     sizes = _sizes(weight_bytes, activation_bytes)
     if stage_costs is None and layer_costs is None:
@@ -137,7 +141,11 @@ def compare(
             bar.update(done, description=name, completed=number)
             try:
                 schedule = catalog.build(
-                    name, stages=stages, microbatches=microbatches, layer_costs=model
+                    name,
+                    stages=stages,
+                    microbatches=microbatches,
+                    chunks=chosen.get(name),
+                    layer_costs=model,
                 )
                 _, priced = cut_layers(model, schedule.placement)
             except ValueError as error:

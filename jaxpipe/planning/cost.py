@@ -34,7 +34,7 @@ import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import MASTER_BYTES, SCHEDULES, Links, PlacedPlan, Plan
-from jaxpipe.planning.sizes import ModelSizes, Pass, Variant
+from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import replay, work_of
 from jaxpipe.schedule.lowering.lower import Lowering, lowering
@@ -435,9 +435,7 @@ def _passes_of(
     def timed(layer_pass: Pass) -> float:
         """Times kernels at the roofline, copies, and collectives, one after another."""
         seconds = layer_pass.values.at(rows) / cluster.bandwidth
-        for kernel in layer_pass.kernels:
-            at_peak = kernel.flops.at(rows) / cluster.flops
-            seconds += LAUNCH_SECONDS + max(at_peak, kernel.bytes.at(rows) / cluster.bandwidth)
+        seconds += sum(kernel_seconds(kernel, rows, cluster) for kernel in layer_pass.kernels)
         for collective in layer_pass.collectives:
             sent = max(collective.sent.at(rows), 0.0)
             seconds += cluster.device.latency + sent / links.along(collective.axis)
@@ -448,6 +446,16 @@ def _passes_of(
     of_layers = [by_kind[kind] for kind in sizes.kind_of]
     means = (sum(values) / len(of_layers) for values in zip(*of_layers, strict=True))
     return *means, timed(sizes.head)
+
+
+def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
+    """Times a kernel for so many rows: a launch, and the longer of its FLOPs and its bytes."""
+    attained = cluster.device.efficiency
+    share = attained.attention if kernel.kind == "attention" else 1.0
+    computing = kernel.flops.at(rows) / (share * cluster.flops)
+    moving = kernel.bytes.at(rows) / cluster.bandwidth
+    shown = attained.loads if kernel.kind == "matmul" else 0.0
+    return LAUNCH_SECONDS + max(computing, moving) + shown * min(computing, moving)
 
 
 def layer_costs(placed: PlacedPlan) -> Costs:

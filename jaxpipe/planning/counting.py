@@ -233,7 +233,10 @@ def count(
         else:
             read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
             moved = sum(map(program.bytes, [*read, *written]))
-            kernels.append(Kernel(_number(_flops(eqn)), _number(moved)))
+            flops = _flops(eqn)
+            attends = eqn.primitive.name in _ATTENTION_MATMULS
+            kind = "attention" if attends else "matmul" if flops else "other"
+            kernels.append(Kernel(_number(flops), _number(moved), kind))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
             # are copied into one.
             copies = {v for v in read if v in slots}

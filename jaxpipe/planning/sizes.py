@@ -29,15 +29,20 @@ class Linear(NamedTuple):
     fixed: float
     per_row: float
 
-    def at(self, rows: int) -> float:
+    def at(self, rows: float) -> float:
         return self.fixed + self.per_row * rows
 
 
 class Kernel(NamedTuple):
-    """One kernel: its FLOPs in matmuls, and the bytes it reads and writes."""
+    """One kernel: its FLOPs in matmuls, and the bytes it reads and writes.
+
+    Args:
+      kind: "matmul", "attention" if it is fused, or "other".
+    """
 
     flops: Linear
     bytes: Linear
+    kind: str = "other"
 
 
 class SizedCollective(NamedTuple):

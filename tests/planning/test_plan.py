@@ -237,7 +237,11 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     assert cli.main(["compare", "1f1b", *arguments[4:]]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert row.split() in rows
+    chunks = ["compare", "interleaved", *arguments[4:], "--chunks", "8"]
+    assert cli.main(chunks) == 0
+    assert "interleaved does not fit: 16 chunks need as many layers" in capsys.readouterr().out
     for wrong, text in (
+        (["--chunks", "0"], "--chunks 0 must be at least 1"),
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
         (["--layers", "4"], "--layers 4 does not go with --layer-model"),
         (["--remat", "dots"], "--tensor 1 with --context 1, --expert 1 and --remat dots was not"),

@@ -1,0 +1,50 @@
+"""The published runs of benchmarks/published.py: the file is whole, and predictions make sense."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import published
+
+RUNS = {run.id: run for run in published.runs()}
+
+
+def test_runs_are_whole():
+    assert len(RUNS) >= 70
+    for run in RUNS.values():
+        assert run.data * run.tensor * run.context * run.stages == run.gpus, run.id
+        assert run.batch == run.microbatches * run.data * run.rows, run.id
+        assert sum(published.layer_counts(run)) == run.shape.layers, run.id
+        assert run.measured > 0, run.id
+        assert run.source, run.id
+
+
+def test_step_seconds_give_the_share_of_the_peak_that_sources_print():
+    given = [run for run in RUNS.values() if run.mfu is not None and not run.shape.experts]
+    assert len(given) >= 20
+    for run in given:
+        peak = (1979e12 if run.precision == "fp8" else 989e12) * run.gpus
+        share = published.dgxc_flops(run.shape, run.batch) / (run.measured * peak)
+        assert 100 * share == pytest.approx(run.mfu, rel=0.01), run.id
+
+
+@pytest.mark.parametrize("name", ["A-n15-16", "D-1.7B", "F-1.5B-24-1F1B", "A-grok-8"])
+def test_predictions_are_finite_and_near_the_measured(name):
+    run = RUNS[name]
+    seconds = published.system_seconds(run, published.Rates())
+    assert all(0 <= part < math.inf for part in seconds.values()), seconds
+    assert sum(seconds.values()) == pytest.approx(run.measured, rel=0.25)
+
+
+def test_parts_of_jaxpipes_program_add_up_to_its_step():
+    prediction = published.own_prediction(RUNS["F-1.5B-24-1F1B"], published.Rates())
+    seconds = published.own_seconds(prediction)
+    assert sum(seconds.values()) == pytest.approx(prediction.step_seconds)
+    assert all(0 <= part < math.inf for part in seconds.values()), seconds
+
+
+def test_memory_is_near_the_measured():
+    run = RUNS["F-1.5B-24-1F1B"]
+    assert published.system_bytes(run) / 1e9 == pytest.approx(run.memory_gb, rel=0.1)
