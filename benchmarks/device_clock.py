@@ -3,7 +3,7 @@
 `auto` over the grid p = 2, 4, 8; m = p, 2p, 4p; four costs; three message times; half, one and two
 times 1F1B's memory. Commit 4358b42 could cut actions into slices of layers (8 layers per stage);
 its results, on the clock of that time, are read from ``results/device_clock_before.jsonl``, one
-object per line with ``key``, ``sliced`` and ``whole``.
+object per line with ``key``, ``sliced`` and ``whole``. Rows that are not there are left out.
 
     python -m benchmarks.device_clock
 
@@ -76,12 +76,12 @@ def main() -> None:
     before, now = known("device_clock_before.jsonl"), known(path.name)
     changes: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for case in cases():
+        if (row := before.get(case.key)) is None:
+            continue
         if case.key not in now:
             now[case.key] = {"makespan": case.makespan()}
             with path.open("a") as file:
                 file.write(json.dumps({"key": case.key} | now[case.key]) + "\n")
-        if (row := before.get(case.key)) is None:
-            continue
         ends = now[case.key]["makespan"]
         change = 100 * (ends / row["sliced"] - 1), 100 * (ends / row["whole"] - 1)
         changes.setdefault((case.p, case.m), []).append(change)

@@ -27,10 +27,12 @@ MOST_STAGES = 64
 
 class Searched(NamedTuple):
     """A schedule that is searched: its chunks per stage, and how many microbatches of a full stage
-    are in flight at least, as a share of the stages; None for all microbatches."""
+    are in flight at least, as a share of the stages; None for all microbatches. One that overlaps
+    F with backwards is searched where layers communicate."""
 
     chunks: tuple[int, ...]
     in_flight: float | None
+    overlaps: bool = False
 
 
 SCHEDULES: Mapping[str, Searched] = {
@@ -42,6 +44,7 @@ SCHEDULES: Mapping[str, Searched] = {
     "v-half": Searched((2,), 1 / 2),
     "v-min": Searched((2,), 1 / 3),
     "dualpipe-v": Searched((2,), 1),
+    "dualpipe-v-published": Searched((2,), 1, overlaps=True),
     "interleaved-fused": Searched((2, 4, 8), 1),
     "interleaved": Searched((2, 4), 1),
     "breadth-first-fused": Searched((2, 4, 8, 16, 32, 64), None),
@@ -105,6 +108,12 @@ class Plan:
     on_host: Offload = NOTHING
     expert: int = 1
     ends: bool = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the schedule runs F beside the backward of another microbatch."""
+        searched = SCHEDULES.get(self.schedule)
+        return searched is not None and searched.overlaps
 
     @property
     def sharing(self) -> int:
@@ -355,6 +364,8 @@ def _options(
     ends = who_computes_ends(model, Variant(context, tensor, remat, expert), stage)
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
+            continue
+        if searched.overlaps and context * tensor * expert == 1:
             continue
         for chunks in searched.chunks:
             if stage * chunks > model.num_layers:

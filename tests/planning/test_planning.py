@@ -201,6 +201,27 @@ def test_a_large_model_takes_what_its_compiled_program_does(microbatches, millis
     assert 1e3 * sum(found.values()) == pytest.approx(milliseconds, rel=0.06)
 
 
+def test_pairs_hide_what_layers_communicate():
+    shape = {"chunks": 2, "tensor": 2, "microbatches": 16, "ends": True}
+    sizes_of_two = counted(SMALL, tensor=2)
+
+    def predicted(schedule: str) -> tuple[PlacedPlan, cost.Program, dict[str, float]]:
+        plan = dataclasses.replace(PLAN, schedule=schedule, **shape)
+        on_devices = placed(SMALL, plan, sizes_of_two)
+        program = cost.program_of(on_devices, published=True)
+        return on_devices, program, cost.step_seconds(on_devices, program)
+
+    pairs, program, step = predicted("dualpipe-v-published")
+    apart, _, longer = predicted("dualpipe-v")
+    assert cost.hidden_in_pairs(apart) == 0 < cost.hidden_in_pairs(pairs)
+    of_stage = grown(program, lambda short: float(cost.paired_layers(short).sum(axis=0).mean()))
+    # A stage runs its 2 layers for 16 microbatches; those that fill and drain have no pair.
+    assert 20 < of_stage < 32
+    saved = of_stage * cost.hidden_in_pairs(pairs)
+    assert longer["layers"] - step["layers"] == pytest.approx(saved)
+    assert cost.least_seconds(pairs) <= sum(step.values())
+
+
 def test_sizes_survive_a_file():
     found = placed(SMALL, PLAN, counted(SMALL)).model
     read = sizes.ModelSizes.from_json(found.to_json(), source="sizes.json")
