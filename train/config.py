@@ -145,7 +145,7 @@ class PipelineConfig(Section):
     """Sharding over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     weights: Literal["auto", "stacked", "unrolled"] = "auto"
     """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
-    saves copies of them on GPUs but takes longer to compile. "auto" is unrolled on GPUs, up to 8
+    saves copies of them on GPUs but takes longer to compile. "auto" is unrolled on GPUs, up to 16
     layers per stage, where layers are alike and updated after the step, and else stacked."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Dtype in which stages keep, and data shards gather, copies of the layers' weights, cast once
