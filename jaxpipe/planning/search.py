@@ -146,16 +146,17 @@ def search(
         rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
         refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
     progress(0.05)
-    fitting = [candidate for candidate in placed if cost.least_bytes(candidate) <= room(candidate)]
+    bounds = ((candidate, cost.least_bytes(candidate)) for candidate in placed)
+    fitting = [(candidate, least) for candidate, least in bounds if least <= room(candidate)]
     excluded["memory"] += len(placed) - len(fitting)
     screened = screen(fitting, goal, finalists, excluded, progress)
     if not screened:
-        _refuse_memory(fitting or placed)
+        _refuse_memory([candidate for candidate, _ in fitting] or placed)
 
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
-    one_stage = [candidate for candidate in fitting if candidate.plan.stage == 1]
+    one_stage = [(candidate, least) for candidate, least in fitting if candidate.plan.stage == 1]
     plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
     first, others = _finalists(screened, value, finalists)
     timed = []
@@ -165,7 +166,7 @@ def search(
     # Orders that are made for costs may keep more in flight than published ones.
     fit = [prediction for prediction in timed if fits(prediction)]
     if not fit:
-        _refuse_memory(fitting)
+        _refuse_memory([prediction.placed for prediction in timed])
     best = sorted(filter(fits, timed[: len(first)]), key=value) or fit
     shown = {prediction.plan for prediction in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
@@ -204,7 +205,7 @@ def _kind(prediction: Prediction) -> tuple[object, ...]:
 
 
 def screen(
-    fitting: Sequence[PlacedPlan],
+    fitting: Sequence[tuple[PlacedPlan, float]],
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
@@ -212,10 +213,12 @@ def screen(
 ) -> list[Prediction]:
     """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
 
+    ``fitting`` are plans, each with the bytes that it takes at least.
+
     Plans are taken up in the order of their bounds. As soon as these are above the finalists, the
     only plans left are those whose bounds are not near to all three measures of a prediction.
     """
-    bounds = ((_bounds(placed, goal), placed) for placed in fitting)
+    bounds = ((_bounds(placed, least, goal), placed) for placed, least in fitting)
     ranked = sorted(bounds, key=lambda bound: goal.value(bound[0]))
     predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
@@ -238,11 +241,11 @@ def screen(
     return predictions
 
 
-def _bounds(placed: PlacedPlan, goal: Goal) -> Measures:
+def _bounds(placed: PlacedPlan, least_bytes: float, goal: Goal) -> Measures:
     """Bounds what a plan takes from below."""
     seconds = goal.steps_of(placed) * cost.least_seconds(placed)
     dollars = seconds * placed.cluster.dollars_per_second
-    return Measures(seconds, cost.least_bytes(placed), dollars)
+    return Measures(seconds, least_bytes, dollars)
 
 
 def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Prediction | None:

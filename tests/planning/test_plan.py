@@ -124,9 +124,9 @@ def test_no_plan_is_much_better_than_those_that_were_looked_at(model):
     on_host = plans.on_host(model, cluster)
     every = plans.plans(model, cluster, goal.batches, Counter(), on_host=on_host)
     fitting = [
-        one
+        (one, least)
         for one in (PlacedPlan(plan, model, cluster) for plan in every)
-        if cost.least_bytes(one) <= cluster.memory_bytes
+        if (least := cost.least_bytes(one)) <= cluster.memory_bytes
     ]
     excluded = Counter[str]()
     looked_at = search.screen(fitting, goal, 2, excluded, lambda share: None)
