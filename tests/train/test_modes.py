@@ -67,7 +67,7 @@ def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule, segment):
 
 
 def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_path):
-    mode = Asynchronous(Setup(config("resnet", asynchronous={})))
+    mode = Asynchronous(Setup(config("toy_family:Running", asynchronous={})))
     saved = mode.to_saved(mode.begin(mode.setup.init(), 0))
     old = {name: leaf for name, leaf in saved.items() if not name.startswith("flight.states")}
     assert 0 < len(old) < len(saved)

@@ -19,8 +19,8 @@ from train.optimizers import make_optimizer
 from train.step import Setup
 
 CONFIG = {
-    "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 5, "width": 8, "num_heads": 2},
-    "mesh": {"stage": 4, "data": 2},
+    "model": {"vocab_size": 50, "sequence_length": 8, "num_layers": 3, "width": 8, "num_heads": 2},
+    "mesh": {"stage": 2, "data": 2},
     "pipeline": {"schedule": "1f1b", "microbatches": 3},
     "train": {"batch_size": 6, "steps": 20},
 }
@@ -54,7 +54,7 @@ def test_embedding_and_head_are_computed_where_that_takes_less_time():
 
 def test_too_little_memory_is_refused_in_gigabytes():
     sections = CONFIG | {"pipeline": CONFIG["pipeline"] | {"stage_memory": 1e-6}}
-    with pytest.raises(ConfigError, match=r"^pipeline.stage_memory=1e-06 holds no partition of 5 "):
+    with pytest.raises(ConfigError, match=r"^pipeline.stage_memory=1e-06 holds no partition of 3 "):
         Setup(Config(**sections))
     with pytest.raises(ConfigError, match=r"Nearest valid: 0\.\d+\.$"):
         Setup(Config(**sections))
@@ -87,7 +87,7 @@ def test_a_step_reports_what_experts_with_a_capacity_drop():
 def test_a_schedule_that_comes_back_to_a_chunk_is_refused_in_the_names_of_the_fields():
     sections = {name: dict(section) for name, section in CONFIG.items()}
     by_chunk = {"schedule": "interleaved", "chunks": 2, "microbatches": 4, "update": "chunk"}
-    sections |= {"pipeline": by_chunk, "mesh": {"stage": 2, "data": 2}}
+    sections |= {"pipeline": by_chunk, "model": CONFIG["model"] | {"num_layers": 4}}
     sections |= {"optimizer": {"clip_norm": 0.0}, "train": {"batch_size": 8}}
     with pytest.raises(ConfigError) as caught:
         Setup(Config(**sections))

@@ -14,6 +14,7 @@ TINY = {
         "width": 8, "num_heads": 2, "dropout": 0.0,
     },
     "resnet": {"depth": 8, "width": 4, "norm": "batch"},
+    "toy_family:Running": {"num_layers": 3, "width": 4},
 }  # fmt: skip
 
 
