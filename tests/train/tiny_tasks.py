@@ -31,7 +31,7 @@ def rows(setup: Setup) -> dict:
 
 def layer_by_layer(params):
     """Parameters with one tree per layer, as an optimizer sees them."""
-    layers = params["layers"]
+    layers = jax.device_get(params["layers"])
     if isinstance(layers, tuple):
         return params
     depth = jax.tree.leaves(layers)[0].shape[0]
