@@ -98,18 +98,12 @@ def test_a_schedule_that_comes_back_to_a_chunk_is_refused_in_the_names_of_the_fi
     assert Setup(Config(**sections | {"pipeline": by_chunk | {"weight_slots": 2}}))
 
 
-@pytest.mark.pipeline
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("zero", "weights"),
-    [
-        (3, "stacked"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((0, "stacked"), (1, "stacked"), (2, "unrolled"))
-        ),
-    ],
+    ("zero", "weights"), [(0, "stacked"), (1, "stacked"), (2, "unrolled"), (3, "stacked")]
 )
 def test_a_step_is_adamw_on_the_canonical_parameters(zero, weights):
+    """`test_tasks` has one of a toy."""
     sections = {name: dict(section) for name, section in CONFIG.items()}
     sections["pipeline"] |= {"zero": zero, "weights": weights}
     sections["optimizer"] = {"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5}
