@@ -14,14 +14,12 @@ from train.modes import Asynchronous, Modes
 from train.step import Setup
 
 pytestmark = pytest.mark.pipeline
-TINY = TINY | {"toy_family:Toy": {"num_layers": 4, "width": 3}}
-GPT = {"vocab_size": 40, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
 
 
 def config(task: str, *, asynchronous: dict, schedule: str = "pipemare", **model) -> Config:
     return Config(
         task=task,
-        model=TINY.get(task, GPT) | model,
+        model=TINY[task] | model,
         mesh={"stage": 2, "data": 2},
         pipeline={"schedule": schedule, "microbatches": 2},
         # So loose that it does not matter which norms a stage knows.

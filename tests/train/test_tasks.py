@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from covering import some
 from tiny_tasks import TINY, assert_same_first_step, layer_by_layer, rows
 
 import jaxpipe
@@ -19,12 +20,12 @@ from train.prepare import images
 from train.step import Setup, named
 
 
-def config(task: str, **sections) -> Config:
+def config(task: str, *, zero: int = 3, weights: str = "stacked", **sections) -> Config:
     return Config(
         task=task,
         model=TINY[task],
         mesh={"stage": 2, "data": 2},
-        pipeline={"schedule": "1f1b", "microbatches": 2, "zero": 3},
+        pipeline={"schedule": "1f1b", "microbatches": 2, "zero": zero, "weights": weights},
         optimizer={"clip_norm": 0.05, "warmup_steps": 0, "weight_decay": 0.5},
         train={"batch_size": 8, "steps": 20, "eval_batches": 1},
         **sections,
@@ -33,14 +34,18 @@ def config(task: str, **sections) -> Config:
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
-    "task",
-    [
-        "toy_family:Running",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "bert", "transformer")),
-    ],
+    ("task", "zero", "weights"),
+    some(
+        [
+            ("toy_family:Running", 3, "stacked"),
+            *((task, 3, "stacked") for task in ("gpt", "resnet", "bert", "transformer")),
+            *(("gpt", 0, "stacked"), ("gpt", 1, "stacked"), ("gpt", 2, "unrolled")),
+        ],
+        ("toy_family:Running", 3, "stacked"),
+    ),
 )
-def test_a_step_is_adamw_on_the_canonical_parameters(task):
-    setup = Setup(config(task))
+def test_a_step_is_adamw_on_the_canonical_parameters(task, zero, weights):
+    setup = Setup(config(task, zero=zero, weights=weights))
     batch, state = rows(setup), setup.init()
     before = jax.tree.map(np.asarray, setup.to_canonical(state))
     assert jax.tree.map(np.shape, before.params) == jax.tree.map(np.shape, setup.shapes)
