@@ -1,6 +1,7 @@
 """Simulated devices for every test and little time for LLVM, set before jax is imported."""
 
 import dataclasses
+import gc
 import os
 from importlib.metadata import version
 
@@ -22,6 +23,14 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import pytest
+
+# A trace makes many objects and few cycles.
+gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_collection_finish():
+    """Leaves what imports and collection made out of the garbage collector's passes."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

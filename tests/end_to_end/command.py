@@ -16,10 +16,11 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -119,11 +120,33 @@ class Trainer:
             stderr=subprocess.PIPE,
         )
 
+    @contextlib.contextmanager
+    def processes(self, count: int, *options: object) -> Iterator[list[subprocess.Popen[str]]]:
+        """Starts the processes of one distributed run; none is left afterwards."""
+        address = f"--distributed.coordinator={free_address()}"
+        together = address, f"--distributed.num-processes={count}"
+        options = "--config", self.config, *together, *options
+        processes = [self.start(*options, f"--distributed.process-id={n}") for n in range(count)]
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                with process:
+                    process.communicate()
+
     def run(self, *options: object, status: int = 0) -> Finished:
         """Runs the command with the configuration here; it must end with a status."""
         finished = call("--config", self.config, *options)
         assert finished.status == status, str(finished)
         return finished
+
+
+def free_address() -> str:
+    """Returns an address of this machine at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return f"localhost:{probe.getsockname()[1]}"
 
 
 def call(*arguments: object) -> Finished:

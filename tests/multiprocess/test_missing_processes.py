@@ -1,9 +1,7 @@
 """Processes that freeze, die or never come: the others name them and end, and the run goes on."""
 
-import contextlib
 import re
 import signal
-import socket
 import time
 
 import limits
@@ -18,28 +16,9 @@ RESTART = 75
 _LAYOUT = ("--mesh.stage=4", "--mesh.data=1", "--train.checkpoint-every=1")
 
 
-@contextlib.contextmanager
 def _started(toy_trainer, count, *options):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        toy_trainer.start(
-            *("--config", toy_trainer.config, *_LAYOUT, *options),
-            f"--distributed.coordinator=localhost:{port}",
-            f"--distributed.num-processes={count}",
-            f"--distributed.process-id={number}",
-            f"--distributed.patience-seconds={PATIENCE}",
-        )
-        for number in range(count)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            with process:
-                process.communicate()
+    patience = f"--distributed.patience-seconds={PATIENCE}"
+    return toy_trainer.processes(count, *_LAYOUT, patience, *options)
 
 
 def _wait_for(run, step):

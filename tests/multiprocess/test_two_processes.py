@@ -1,13 +1,22 @@
 """Two processes of four simulated devices on loopback: one run, the losses of one process."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from command import NUM_STEPS, TOP, Finished, finish, flip_a_bit, saved, steps, weights
+from command import (
+    NUM_STEPS,
+    TOP,
+    Finished,
+    finish,
+    flip_a_bit,
+    free_address,
+    saved,
+    steps,
+    weights,
+)
 from jax.tree import leaves_with_path
 
 from train.errors import Failure
@@ -21,28 +30,10 @@ _LAYOUT = ("--mesh.stage=4", "--mesh.data=2")
 _TOLERANCE = 1e-5
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
 def _run_two(toy_trainer, *options) -> list[Finished]:
     """Runs a command as two processes; when one fails, neither is left."""
-    flags = (f"--distributed.coordinator=localhost:{_free_port()}", "--distributed.num-processes=2")
-    processes = [
-        toy_trainer.start(
-            *("--config", toy_trainer.config, *_LAYOUT, *flags),
-            *(f"--distributed.process-id={number}", *options),
-        )
-        for number in range(2)
-    ]
-    try:
+    with toy_trainer.processes(2, *_LAYOUT, *options) as processes:
         return [finish(process) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +130,7 @@ distributed.from_first(lambda: 1 // number)
 
 def test_what_processes_would_decide_differently_the_first_decides():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TOP), "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", _DIFFER, f"localhost:{_free_port()}"]
+    command = [sys.executable, "-c", _DIFFER, free_address()]
     processes = [
         subprocess.Popen(
             [*command, str(number)],

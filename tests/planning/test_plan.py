@@ -287,12 +287,12 @@ def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path, caps
     monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
     config, out = tmp_path / "config.yaml", tmp_path / "plan.yaml"
     config.write_text(CONFIG)
-    arguments = ["plan", "--config", str(config), "--devices", "4", "--device", "cpu"]
+    arguments = ["plan", "--config", str(config), "--devices", "2", "--device", "cpu"]
     assert cli.main([*arguments, "--measure", "1", "--out", str(out)]) == 0
     assert "compiled" in capsys.readouterr().out
     written = parse(["--config", str(out)])
     assert not written.failures
-    assert written.config.mesh.num_devices == 4
+    assert written.config.mesh.num_devices == 2
     assert written.config.train.batch_size == 16
     assert written.config.model.num_layers == 4
 

@@ -50,13 +50,13 @@ def params(*, differ: bool) -> dict:
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(WIDTH), jnp.float32)
+        return np.float32(rng.normal(size=shape) / np.sqrt(WIDTH))
 
     def adapted(*lead):
         base = rng.integers(-100, 100, (*lead, WIDTH, WIDTH))
         return {
-            "base": jnp.asarray(base, jnp.int8),
-            "scale": jnp.full((*lead, 1), 0.005, jnp.float32),
+            "base": np.int8(base),
+            "scale": np.full((*lead, 1), 0.005, np.float32),
             "lora_a": normal(*lead, WIDTH, RANK),
             "lora_b": normal(*lead, RANK, WIDTH),
         }
@@ -76,7 +76,7 @@ def params(*, differ: bool) -> dict:
 def batch(rows: int) -> dict:
     rng = np.random.default_rng(1)
     return {
-        "x": jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32),
-        "y": jnp.asarray(rng.integers(0, CLASSES, rows)),
-        "place": jnp.asarray(rng.integers(0, 4, rows)),
+        "x": np.float32(rng.normal(size=(rows, WIDTH))),
+        "y": np.int32(rng.integers(0, CLASSES, rows)),
+        "place": np.int32(rng.integers(0, 4, rows)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxpipe
 
@@ -91,10 +92,10 @@ def model(head=head_loss, *, differ: bool = False, stateful: bool = False) -> ja
 
 
 def params(*, differ: bool = False) -> dict:
-    keys = iter(jax.random.split(jax.random.key(0), 40))
+    draw = np.random.default_rng(0).normal
 
     def normal(*shape):
-        return 0.6 * jax.random.normal(next(keys), shape)
+        return np.float32(0.6 * draw(size=shape))
 
     def experts():
         return {
@@ -109,21 +110,21 @@ def params(*, differ: bool = False) -> dict:
     ]
     return {
         "embed": {"table": normal(VOCAB, WIDTH)},
-        "layers": tuple(trees) if differ else jax.tree.map(lambda *w: jnp.stack(w), *trees),
+        "layers": tuple(trees) if differ else jax.tree.map(lambda *w: np.stack(w), *trees),
         "head": {"table": normal(VOCAB, WIDTH)},
     }
 
 
 def states() -> tuple:
-    return tuple({"mean": jnp.full(WIDTH, 0.1 * n)} for n in range(len(DIFFERENT)))
+    return tuple({"mean": np.full(WIDTH, 0.1 * n, np.float32)} for n in range(len(DIFFERENT)))
 
 
 def batch(rows: int) -> dict:
     """Some rows have all of their tokens, most have one, and some have none."""
-    keys = jax.random.split(jax.random.key(1), 3)
-    valid = jax.random.choice(keys[2], jnp.array([0, 1, 1, 1, LENGTH]), (rows, 1))
+    rng = np.random.default_rng(1)
+    valid = rng.choice([0, 1, 1, 1, LENGTH], (rows, 1))
     return {
-        "tokens": jax.random.randint(keys[0], (rows, LENGTH), 0, VOCAB),
-        "targets": jax.random.randint(keys[1], (rows, LENGTH), 0, VOCAB),
-        "mask": (jnp.arange(LENGTH) < valid).astype(jnp.float32),
+        "tokens": rng.integers(VOCAB, size=(rows, LENGTH), dtype=np.int32),
+        "targets": rng.integers(VOCAB, size=(rows, LENGTH), dtype=np.int32),
+        "mask": np.float32(np.arange(LENGTH) < valid),
     }

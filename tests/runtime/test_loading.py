@@ -124,12 +124,12 @@ def test_random_bits_are_the_same_wherever_they_are_drawn(layout):
 
     pipe = pipeline(layout, shapes(layout), **ZERO_3)
     key = jax.random.key(1)
-    assert_same(jaxpipe.init_params(pipe, init, key), pipe.place(init(key)))
+    assert_same(jaxpipe.init_params(pipe, init, key), pipe.place(jax.jit(init)(key)))
 
 
 @everywhere
 def test_parameters_read_by_layer_are_those_that_are_placed(layout, mesh):
-    params = jax.device_get(initial(layout)(jax.random.key(1)))
+    params = jax.device_get(jax.jit(initial(layout))(jax.random.key(1)))
     pipe = pipeline(layout, shapes(layout), **mesh)
     assert_same(jaxpipe.load_params(pipe, toys.reader(params)), pipe.place(params))
 
@@ -179,7 +179,7 @@ def test_the_sign_of_a_zero_and_every_bit_of_a_number_stay(dtype, bits):
 @everywhere
 def test_no_device_holds_more_than_its_part_and_a_layer(layout, mesh, monkeypatch):
     """By what live arrays take while layers are written, and what the compiler says of the rest."""
-    params = jax.device_get(initial(layout)(jax.random.key(1)))
+    params = jax.device_get(jax.jit(initial(layout))(jax.random.key(1)))
     pipe = pipeline(layout, shapes(layout), **mesh)
     before, peaks, write = jax.live_arrays(), [], loading._Layers._with
     known = set(map(id, before))

@@ -85,7 +85,8 @@ def params() -> dict:
 def states() -> tuple:
     narrow_at = FUNCTIONS.index(narrow)
     return tuple(
-        {"mean": jnp.ones(WIDE if n <= narrow_at else NARROW)} for n in range(len(FUNCTIONS))
+        {"mean": np.ones(WIDE if n <= narrow_at else NARROW, np.float32)}
+        for n in range(len(FUNCTIONS))
     )
 
 

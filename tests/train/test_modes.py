@@ -14,14 +14,12 @@ from train.modes import Asynchronous, Modes
 from train.step import Setup
 
 pytestmark = pytest.mark.pipeline
-TINY = TINY | {"toy_family:Toy": {"num_layers": 4, "width": 3}}
-GPT = {"vocab_size": 40, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
 
 
 def config(task: str, *, asynchronous: dict, schedule: str = "pipemare", **model) -> Config:
     return Config(
         task=task,
-        model=TINY.get(task, GPT) | model,
+        model=TINY[task] | model,
         mesh={"stage": 2, "data": 2},
         pipeline={"schedule": schedule, "microbatches": 2},
         # So loose that it does not matter which norms a stage knows.
@@ -67,7 +65,7 @@ def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule, segment):
 
 
 def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_path):
-    mode = Asynchronous(Setup(config("resnet", asynchronous={})))
+    mode = Asynchronous(Setup(config("toy_family:Running", asynchronous={})))
     saved = mode.to_saved(mode.begin(mode.setup.init(), 0))
     old = {name: leaf for name, leaf in saved.items() if not name.startswith("flight.states")}
     assert 0 < len(old) < len(saved)

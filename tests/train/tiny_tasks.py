@@ -1,4 +1,4 @@
-"""Small models of every task but the GPT, rows for them, and what their first step must equal."""
+"""Small models of every task, rows for them, and what their first step must equal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import numpy as np
 from train.step import Setup
 
 TINY = {
+    "gpt": {"vocab_size": 50, "sequence_length": 8, "num_layers": 3, "width": 8, "num_heads": 2},
     "bert": {"vocab_size": 40, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2},
     "transformer": {
         "vocab_size": 40, "sequence_length": 8, "num_encoder_layers": 2, "num_decoder_layers": 2,
         "width": 8, "num_heads": 2, "dropout": 0.0,
     },
     "resnet": {"depth": 8, "width": 4, "norm": "batch"},
+    "toy_family:Toy": {"num_layers": 4, "width": 3},
+    "toy_family:Running": {"num_layers": 3, "width": 4},
 }  # fmt: skip
 
 
@@ -30,7 +33,7 @@ def rows(setup: Setup) -> dict:
 
 def layer_by_layer(params):
     """Parameters with one tree per layer, as an optimizer sees them."""
-    layers = params["layers"]
+    layers = jax.device_get(params["layers"])
     if isinstance(layers, tuple):
         return params
     depth = jax.tree.leaves(layers)[0].shape[0]

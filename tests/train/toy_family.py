@@ -104,3 +104,22 @@ class Toy(Task):
         path = Path(self.config.run_dir) / self.report_file
         path.write_text(str(params["head"]))
         return f"a toy of {len(heldout)} held-out rows", 1.0
+
+
+class Running(Toy):
+    """The toy with layers that keep a running mean, by which they centre rows in evaluation."""
+
+    def model(self, *, train, axis="stage"):
+        plain = super().model(train=train, axis=axis)
+
+        def layer(w, x, batch, rng, state):
+            mean = x.mean(0)
+            if train:
+                new = {"mean": 0.9 * state["mean"] + 0.1 * mean}
+                return plain.layer(w, x - mean, batch, rng), new
+            return plain.layer(w, x - state["mean"], batch, rng), state
+
+        return dataclasses.replace(plain, layer=layer, stateful=True)
+
+    def init_states(self):
+        return ({"mean": jnp.zeros(self.shape.width)},) * self.shape.num_layers
