@@ -182,6 +182,8 @@ def _largest_tile(size: int, tiles: tuple[int, ...]) -> int:
     return next(tile for tile in tiles if size % tile == 0)
 
 
+# Jitted, since jax traces these kernels for a time that grows with the groups.
+@functools.partial(jax.jit, static_argnums=2)
 def _hopper_product(kernels, sizes, transposed, x):
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
@@ -198,6 +200,7 @@ def _hopper_product(kernels, sizes, transposed, x):
     )
 
 
+@jax.jit
 def _hopper_kernel_gradients(x, dy, sizes):
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 

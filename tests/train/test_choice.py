@@ -269,14 +269,14 @@ def test_what_the_first_process_says_or_refuses():
 
 def test_weights_are_unrolled_on_gpus_where_it_pays():
     for options, platform, alike, layers, expected in (
-        ({}, "gpu", True, 32, "unrolled"),
-        ({}, "gpu", True, 33, "stacked"),
-        ({}, "cpu", True, 32, "stacked"),
-        ({}, "gpu", False, 32, "stacked"),
-        ({"update": "chunk"}, "gpu", True, 32, "stacked"),
-        ({"schedule": "pipemare"}, "gpu", True, 32, "stacked"),
-        ({"weights": "stacked"}, "gpu", True, 32, "stacked"),
-        ({"weights": "unrolled"}, "cpu", True, 40, "unrolled"),
+        ({}, "gpu", True, 64, "unrolled"),
+        ({}, "gpu", True, 65, "stacked"),
+        ({}, "cpu", True, 64, "stacked"),
+        ({}, "gpu", False, 64, "stacked"),
+        ({"update": "chunk"}, "gpu", True, 64, "stacked"),
+        ({"schedule": "pipemare"}, "gpu", True, 64, "stacked"),
+        ({"weights": "stacked"}, "gpu", True, 64, "stacked"),
+        ({"weights": "unrolled"}, "cpu", True, 80, "unrolled"),
     ):
         config = Config(mesh={"stage": 4}, pipeline=options)
         counts = [layers // 8] * 7 + [layers - layers // 8 * 7]
