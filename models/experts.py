@@ -122,18 +122,21 @@ def room(chosen_TK: jax.Array, num_experts: int, capacity: int) -> Room:
     return Room(pairs.reshape(num_experts, capacity), places_TK)
 
 
-def room_for_all(chosen_TK: jax.Array, num_experts: int) -> tuple[Room, jax.Array]:
+def shared_room(
+    chosen_TK: jax.Array, num_experts: int, capacity: int | None = None
+) -> tuple[Room, jax.Array]:
     """Sorts choices by expert, and counts those of each.
 
     Args:
       chosen_TK: experts; numbers from ``num_experts`` on are others', and get no place here.
-      num_experts: how many have places, as many together as tokens can choose at most.
+      num_experts: how many share the places.
+      capacity: the most places, those of the first experts; None for as many as tokens can choose.
 
     Returns:
       The room, and int32 [experts], how many of its places are each expert's.
 
     Example:
-      >>> places, sizes = room_for_all(jnp.array([[1, 0], [2, 1]]), 2)
+      >>> places, sizes = shared_room(jnp.array([[1, 0], [2, 1]]), 2)
       >>> places.pairs.tolist(), places.places.tolist(), sizes.tolist()
       ([1, 0, 3, 4], [[1, 0], [4, 2]], [1, 2])
     """
@@ -141,10 +144,17 @@ def room_for_all(chosen_TK: jax.Array, num_experts: int) -> tuple[Room, jax.Arra
     num_places = num_tokens * min(num_choices, num_experts)
     chosen = chosen_TK.reshape(-1)
     sizes = jnp.bincount(chosen, length=num_experts).astype(jnp.int32)
+    if capacity is not None and capacity < num_places:
+        num_places = capacity
+        sizes = jnp.diff(jnp.minimum(jnp.cumsum(sizes), capacity), prepend=0)
     pairs = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     numbers = jnp.arange(chosen.size, dtype=jnp.int32)
     places = jnp.zeros_like(pairs).at[pairs].set(numbers, unique_indices=True)
-    places_TK = jnp.where(chosen_TK < num_experts, places.reshape(chosen_TK.shape), num_places)
+    places_TK = jnp.where(
+        chosen_TK < num_experts,
+        jnp.minimum(places.reshape(chosen_TK.shape), num_places),
+        num_places,
+    )
     is_taken = numbers[:num_places] < sizes.sum()
     return Room(jnp.where(is_taken, pairs[:num_places], chosen.size), places_TK), sizes
 
@@ -214,13 +224,13 @@ class Experts(nnx.Module):
         """Sums the experts' outputs by their scores; also returns the share of choices that find no
         room, or None without a capacity."""
         if self.config.capacity_factor is None:
-            return self._of_all_choices(x_TE, routing), None
+            return self._of_sorted_choices(x_TE, routing)
         capacity = self.config.expert_capacity(len(x_TE))
         places = room(routing.chosen, self.count, capacity)
         dropped = jnp.mean(places.places == places.pairs.size, dtype=jnp.float32)
         return self._of_chosen_tokens(x_TE, routing, places), dropped
 
-    def _of_all_choices(self, x_TE, routing):
+    def _of_sorted_choices(self, x_TE, routing):
         """Computes the choices of this device's experts among the tokens of all devices, and sums
         up each token's outputs where it came from."""
         x_DE, chosen_DK, scores_DK = x_TE, routing.chosen, routing.scores
@@ -231,8 +241,13 @@ class Experts(nnx.Module):
             )
             # This device's experts are the first ones.
             chosen_DK = (chosen_DK - lax.axis_index(self.axis) * num_own) % self.count
-        places, sizes_Y = room_for_all(chosen_DK, num_own)
-        expected = routing.chosen.size
+        capacity = self.config.device_capacity(len(x_TE))
+        places, sizes_Y = shared_room(chosen_DK, num_own, capacity)
+        expected = min(routing.chosen.size, len(places.pairs))
+        dropped = None
+        if capacity is not None:
+            num_chosen = jnp.count_nonzero(chosen_DK < num_own)
+            dropped = jnp.float32(num_chosen - sizes_Y.sum()) / routing.chosen.size
 
         def times(x_P, kernel):
             return grouped_matmul(x_P, kernel, sizes_Y, expected)
@@ -241,9 +256,9 @@ class Experts(nnx.Module):
         hidden_PF = self._hidden(lambda kernel: times(x_PE, kernel))
         hidden_PF = hidden_PF * sent_scores(scores_DK, places)[:, None].astype(x_TE.dtype)
         y_DE = returned(times(hidden_PF, self.down.kernel[...]), places)
-        if self.axis is None:
-            return y_DE
-        return lax.psum_scatter(y_DE, self.axis, tiled=True)
+        if self.axis is not None:
+            y_DE = lax.psum_scatter(y_DE, self.axis, tiled=True)
+        return y_DE, dropped
 
     def _of_chosen_tokens(self, x_TE, routing, places: Room):
         """Computes the tokens that chose this device's experts, and sends the outputs back."""

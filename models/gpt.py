@@ -182,7 +182,9 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
     # With a capacity, a token's experts may depend on the tokens behind it.
-    config = dataclasses.replace(config.without_layer_losses(), capacity_factor=None)
+    config = dataclasses.replace(
+        config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
+    )
     layer = model(config).layer
     x = _embed(config, params, tokens, None, WHOLE, {})
     if isinstance(layer, tuple):

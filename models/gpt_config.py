@@ -84,6 +84,9 @@ class GPTConfig(validation.Validated):
       capacity_factor: the most tokens of a device that an expert computes, as a multiple of the
         number it would be sent if all experts were used alike, rounded up. Further tokens are
         dropped, first choices last. None drops nothing.
+      device_capacity_factor: without ``capacity_factor``, the most choices that all experts of a
+        device compute, as a multiple of the number it would be sent if all were used alike. Further
+        ones are dropped. None has room for all of them.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
 
@@ -131,6 +134,7 @@ class GPTConfig(validation.Validated):
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalized_scores: bool = True
     capacity_factor: float | None = None
+    device_capacity_factor: float | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
 
@@ -144,6 +148,7 @@ class GPTConfig(validation.Validated):
         yield from validation.not_positive(
             self, "rope_theta", "local_rope_theta", "rope_factor", "norm_epsilon",
             "attention_soft_cap", "logit_soft_cap", "capacity_factor",
+            "device_capacity_factor",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
@@ -183,12 +188,18 @@ class GPTConfig(validation.Validated):
     def _expert_problems(self) -> Iterator[Problem]:
         of_experts = (*_EXPERT_COUNTS[1:], "shared_gate", "router", "normalized_scores")
         yield from validation.without_effect(
-            self, "num_experts", *of_experts, "capacity_factor", "balance_loss", "z_loss"
-        )
+            self, "num_experts", *of_experts, "capacity_factor", "balance_loss", "z_loss",
+            "device_capacity_factor",
+        )  # fmt: skip
         yield from validation.without_effect(self, "shared_width", "shared_gate")
         yield from validation.negative(self, "balance_loss", "z_loss")
         if self.num_experts is None:
             return
+        if None not in (self.capacity_factor, self.device_capacity_factor):
+            rule = "does not go with $capacity_factor, which bounds each expert"
+            others = {"capacity_factor": self.capacity_factor}
+            factor = self.device_capacity_factor
+            yield Problem("device_capacity_factor", factor, rule, (None,), others)
         for name, most in (("experts_per_token", "num_experts"), ("expert_every", "num_layers")):
             value, limit = getattr(self, name), getattr(self, most)
             if value > limit:
@@ -211,6 +222,13 @@ class GPTConfig(validation.Validated):
     @property
     def expert_hidden_width(self) -> int:
         return self.hidden_width if self.expert_width is None else self.expert_width
+
+    def device_capacity(self, num_tokens: int) -> int | None:
+        """Number of choices, of those of this many tokens per device, that a device's experts
+        compute at most; None for all."""
+        if self.device_capacity_factor is None:
+            return None
+        return math.ceil(self.device_capacity_factor * num_tokens * self.experts_per_token)
 
     def expert_capacity(self, num_tokens: int) -> int:
         """Number of tokens, of this many, that an expert computes at most."""

@@ -88,6 +88,22 @@ def test_a_token_costs_the_experts_it_is_sent_to():
             assert 1 <= share < 1.25, (factor, part, share)
 
 
+def test_a_device_has_room_for_the_choices_it_is_sent_or_says_how_many_it_drops():
+    config = dataclasses.replace(CONFIG, capacity_factor=None)
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (8, 9), 0, 13)}
+    losses, dropped = [], []
+    for factor in (None, 1.9, 0.5):
+        pipe, params = pipeline(dataclasses.replace(config, device_capacity_factor=factor), 2)
+        loss = jax.jit(pipe.loss)(pipe.place(params), batch)
+        loss, metrics = (loss, {}) if factor is None else loss
+        losses.append(float(loss))
+        dropped.append(float(metrics.get("dropped", 0.0)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-6)
+    assert dropped[:2] == [0, 0]
+    assert 0.5 <= dropped[2] < 0.75
+
+
 def test_weight_gradients_exchange_nothing():
     pipe, _ = pipeline(CONFIG, 4)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}

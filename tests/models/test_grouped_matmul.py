@@ -123,13 +123,16 @@ def test_each_pass_has_the_grouped_matmuls_that_it_needs(remat):
     assert not any(map(jaxprs.multiplies, layer.again))
 
 
-def test_choices_are_sorted_by_expert_in_both_directions():
+@pytest.mark.parametrize("capacity", [None, 30])
+def test_choices_are_sorted_by_expert_in_both_directions(capacity):
     chosen = np.asarray(jax.random.randint(jax.random.key(0), (20, 3), 0, 7), np.int32)
-    places, sizes = experts.room_for_all(jnp.asarray(chosen), 5)
-    own = [n for expert in range(5) for n in np.flatnonzero(chosen == expert)]
+    places, sizes = experts.shared_room(jnp.asarray(chosen), 5, capacity)
+    own = [n for expert in range(5) for n in np.flatnonzero(chosen == expert)][:capacity]
+    assert len(own) == (capacity or (chosen < 5).sum())
     np.testing.assert_array_equal(places.pairs[: len(own)], own)
     np.testing.assert_array_equal(places.pairs[len(own) :], chosen.size)
-    np.testing.assert_array_equal(sizes, [(chosen == expert).sum() for expert in range(5)])
+    of_places = chosen.ravel()[own]
+    np.testing.assert_array_equal(sizes, [(of_places == expert).sum() for expert in range(5)])
     numbers = np.full(chosen.size, places.pairs.size)
     numbers[own] = np.arange(len(own))
     np.testing.assert_array_equal(places.places.ravel(), numbers)
@@ -140,7 +143,7 @@ def test_tokens_are_gathered_in_both_directions(capacity):
     """Of places, and of rows that are sent and returned: nothing is scattered backwards."""
     chosen = jax.random.randint(jax.random.key(0), (6, 2), 0, 4)
     if capacity is None:
-        places, _ = experts.room_for_all(chosen, 4)
+        places, _ = experts.shared_room(chosen, 4)
     else:
         places = experts.room(chosen, 4, capacity)
 
