@@ -88,7 +88,8 @@ class Case(NamedTuple):
 
 FEW = {
     "gpt": Case(dataclasses.replace(QWEN, num_layers=2), "1f1b-fused", CONTEXT[1]),
-    "bert": Case(dataclasses.replace(BERT, num_layers=2, dropout=0.0), "1f1b-fused", TENSOR[1]),
+    # Layers and the head communicate among the same devices in one tick.
+    "bert": Case(dataclasses.replace(BERT, num_layers=2), "zb-h2", TENSOR[1], 1, "dots"),
     "transformer": Case(
         dataclasses.replace(TRANSFORMER, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0),
         *("1f1b-fused", TENSOR[1]),

@@ -250,6 +250,15 @@ def _of_stage(table: TickTable, stage: jax.Array) -> Row:
     )
 
 
+def _in_turn(fixed: Fixed, first: Tree, then: Tree, device: Index) -> Tree:
+    """``then``, which on CPUs waits for ``first``: embedding, layers and head may communicate among
+    the same devices, and depend on each other only where a microbatch does.
+
+    Test: ``test_parallel.py``, "bert".
+    """
+    return then if fixed.setup.overlaps else after(first, then, device)
+
+
 def tick(
     fixed: Fixed, batch: Microbatches, carried: Carried, row: Row, *, parts: BodyParts = _BOTH_WAYS
 ) -> Carried:
@@ -275,6 +284,7 @@ def tick(
         row = row._replace(cells=after(sums, row.cells, device))
     if parts.forward:
         carried = outer_phases.enter(fixed, batch, carried, row.outer)
+        row = row._replace(cells=_in_turn(fixed, carried.inboxes, row.cells, device))
     if sink is not None:
         carried = sink.before_layers(fixed, batch, carried, row)
     carried, outputs = run_cells(fixed, batch, carried, row, parts)
@@ -289,10 +299,13 @@ def tick(
     elif sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole and parts.backward:
         carried = sink.chunk(fixed, carried, row.reduce)
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
+    layers = carried.gradients, outputs
+    row = row._replace(outer=_in_turn(fixed, layers, row.outer, device))
     if sink is None:
         return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
     if parts.backward:
         carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
+        row = row._replace(outer=_in_turn(fixed, carried.outer_gradients, row.outer, device))
     if parts.forward:
         carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     return sink.tick(fixed, carried, row)

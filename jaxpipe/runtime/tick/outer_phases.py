@@ -78,9 +78,11 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
             result = fixed.head(WithInputs(batch, inputs, values), outer, x, row.head)
             return differentiated(result), result
 
+        # A sum over devices of a constant cotangent would run before the loop, beside those in it.
+        scale, x = tie(fixed.loss_scale(batch, row.head), x)
         values = inputs_of(batch, inputs, row.head)
         value, vjp, result = jax.vjp(loss, outer, x, values, has_aux=True)
-        douter, dx, new = vjp(jnp.asarray(fixed.loss_scale(batch, row.head), value.dtype))
+        douter, dx, new = vjp(jnp.asarray(scale, value.dtype))
         gradients = sink.add_outer(gradients, douter, "leave")
         of_inputs = add_gradients(of_inputs, new, row.head)
         message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
