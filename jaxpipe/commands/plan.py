@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpipe.commands.predictions import print_parts, read_sizes
-from jaxpipe.commands.printing import output_console, print_differences, say
+from jaxpipe.commands.printing import output_console, print_differences, say, written
 from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.cost import Prediction
@@ -227,9 +227,12 @@ def _in_words(result: Result, goal: Goal) -> Iterator[str]:
     if best.plan.stage == 1:
         if staged is not None:
             yield f"with stages: {_described(staged)}"
-        yield "no pipeline is needed here: data, tensor or context devices alone do as well"
+            yield "no pipeline is needed here: data, tensor or context devices alone do better"
     elif plain is None:
-        yield "without stages, on data, tensor and context devices alone, no plan fits the memory"
+        yield (
+            "without stages, on data, tensor and context devices alone, no plan fits: "
+            "the batch has too few rows, or a device too little memory"
+        )
     else:
         yield f"without stages: {_described(plain)}"
         if goal.value(plain.measures) <= _AS_GOOD * goal.value(best.measures):
@@ -239,17 +242,17 @@ def _in_words(result: Result, goal: Goal) -> Iterator[str]:
 def _described(prediction: Prediction) -> str:
     plan = prediction.plan
     axes = {
-        "stages": plan.stage, "data shards": plan.data, "context devices": plan.context,
-        "tensor devices": plan.tensor,
+        "stages": plan.stage, "replicas": plan.replica, "data shards": plan.parts,
+        "context devices": plan.context, "tensor devices": plan.tensor,
     }  # fmt: skip
     mesh = " x ".join(f"{count} {axis}" for axis, count in axes.items() if count > 1)
     chunks = f" with {plan.chunks} chunks per stage" if plan.chunks > 1 else ""
     schedule = f"{plan.schedule}{chunks}, " if plan.stage > 1 else ""
     return (
         f"{mesh or 'one device'}, {schedule}microbatches x rows {plan.microbatches} x {plan.rows}, "
-        f"remat {plan.remat}, ZeRO-{plan.zero}: {prediction.step_seconds:.3g} s per step, "
+        f"remat {plan.remat}, ZeRO-{plan.zero}: {written(prediction.step_seconds)} s per step, "
         f"{prediction.model_flops_share:.1%} of the model FLOPs of the peak, "
-        f"{prediction.device_bytes / 1e9:.3g} GB of a device"
+        f"{written(prediction.device_bytes / 1e9)} GB of a device"
     )
 
 
@@ -271,8 +274,8 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
         shown.append(" x ".join(str(getattr(p, axis)) for axis in used))
         shown += [p.schedule, str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
         shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
-        shown += [f"{candidate.step_seconds:.3f}", f"{candidate.model_flops_share:.1%}"]
-        shown.append(f"{candidate.device_bytes / 1e9:.3g}")
+        shown += [written(candidate.step_seconds), f"{candidate.model_flops_share:.1%}"]
+        shown.append(written(candidate.device_bytes / 1e9))
         if training:
             shown += [f"{candidate.train_seconds / _DAY:.2f}", f"{candidate.dollars:,.0f}"]
         rows.append(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 
-_LEAST_SHOWN = 0.005
-"""What is less, in the unit that is shown, is 0."""
+_DECIMALS = 2
+"""Decimals of a part's number, or more where the largest sum would have fewer than three digits."""
 
 
 def read_sizes(path: Path, *, option: str) -> ModelSizes:
@@ -196,16 +197,19 @@ def print_parts(
     if which == "bytes" and any(plan.compiled_bytes is not None for _, plan in plans):
         for row, (_, plan) in zip(parts, plans, strict=True):
             row["compiled"] = plan.device_bytes
-    shown = [name for name in parts[0] if any(scale * row[name] >= _LEAST_SHOWN for row in parts)]
+    largest = scale * max(row["all"] for row in parts)
+    decimals = max(_DECIMALS, _DECIMALS - math.floor(math.log10(largest)))
+    least = 0.5 * 10.0**-decimals
+    shown = [name for name in parts[0] if any(scale * row[name] >= least for row in parts)]
     rows = [
-        (name, *(_written(scale * row[part]) for part in shown))
+        (name, *(_rounded(scale * row[part], decimals) for part in shown))
         for (name, _), row in zip(plans, parts, strict=True)
     ]
     print_table(console, [label, *shown], rows, title=title)
 
 
-def _written(value: float) -> str:
-    """Writes three digits, or all before the point: 15910, 22.8, 0.84, 0."""
-    if value < _LEAST_SHOWN:
+def _rounded(value: float, decimals: int) -> str:
+    """Writes three digits or all before the point, and at most so many decimals: 15910, 22.8, 0."""
+    if value < 0.5 * 10.0**-decimals:
         return "0"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.{min(decimals, max(0, 2 - math.floor(math.log10(value))))}f}"

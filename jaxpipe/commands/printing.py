@@ -26,6 +26,11 @@ def say(console: Console, text: str) -> None:
     console.print(text, overflow="fold", highlight=False)
 
 
+def written(value: float) -> str:
+    """Writes three digits, or all before the point: 15910, 22.8, 0.84, 0."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def print_table(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = ""
 ) -> None:
@@ -38,19 +43,19 @@ def print_table(
       title: text above the table.
     """
     # Without lines between columns a terminal of 80 has room for the longest names.
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column, no_wrap=True)
     for cells in rows:
         table.add_row(*cells)
+    if title:
+        say(console, title)
     unlimited = console.options.update(width=_PIPE_WIDTH)
     for right in (1, 0):  # columns are two spaces apart, or one
         table.padding = 0, right, 0, 0
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             console.print(table)
             return
-    if title:
-        say(console, title)
     print_list(console, columns, rows)
 
 

@@ -91,7 +91,7 @@ class Result:
     Args:
       best: the finalists, the best first.
       without_stages: the best plan of one stage, timed as it would run: data, tensor and context
-        devices alone; None if none fits the memory.
+        devices alone; None if none fits the batch and the memory.
       front: the Pareto front of time, memory and cost, by time.
       excluded: how many plans are out, by `REASONS`.
       considered: how many there were.

@@ -226,8 +226,8 @@ class ModelSizes:
             }
             return cls(**data, variants=variants)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            rule = f"holds no sizes of a model ({type(error).__name__}: {error})"
-            note = "train.py writes them: jaxpipe plan --config FILE --write-sizes FILE."
+            rule = f"holds no sizes of a model as this version writes them ({error!r})"
+            note = "Write it again: jaxpipe plan --config FILE --write-sizes FILE."
             refuse([Problem("sizes", source, rule, note=note)])
             raise AssertionError from error  # refused
 

@@ -176,6 +176,35 @@ def test_the_best_plan_without_stages_stands_beside_the_best(model):
     assert plain == of_one_stage.best[0] == of_one_stage.without_stages
 
 
+def test_words_about_stages_fit_the_devices_and_the_batch(model):
+    """One device has no other axes, and a batch of 4 rows no 8 data shards."""
+
+    def words(devices_: int, rows: int) -> list[str]:
+        goal, cluster = Goal(None, (rows,)), devices.cluster("h100", devices_)
+        return list(plan_command._in_words(search.search(model, [cluster], goal), goal))
+
+    (alone,) = words(1, 32)
+    assert alone.startswith("best: one device, ")
+    best, plain = words(8, 4)
+    assert "stages" in best
+    assert "the batch has too few rows" in plain
+
+
+def test_small_models_and_steps_are_shown_in_as_many_digits(tmp_path, capsys, monkeypatch):
+    """Titles stand above tables in whole lines."""
+    monkeypatch.setenv("COLUMNS", "100")
+    path = tmp_path / "sizes.json"
+    path.write_text(synthetic(width=64).to_json())
+    assert cli.main(["plan", "--sizes", str(path), "--devices", "4", "--device", "h100"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    _, columns, _, row, *_ = lines[lines.index("GB of a device") :]
+    assert "parameters" in columns
+    assert "0.00 " not in row
+    assert not re.search(r"step, s 0\.00\d\b", printed)
+    assert any(line.startswith("best plans; a mesh is") for line in lines)
+
+
 def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     path, picture = tmp_path / "sizes.json", tmp_path / "front.svg"
