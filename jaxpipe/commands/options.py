@@ -95,11 +95,13 @@ def layers_of_model(
     layers: int | None,
     layer_costs: str | None,
     stage_costs: str | None = None,
+    chunks: int = 1,
 ) -> list[Costs]:
     """Lists the costs of every layer of a model.
 
     Args:
-      layers: layers of the whole model; None for two per stage, if the costs are of a stage.
+      layers: layers of the whole model; None for two per chunk, if the costs are of a stage.
+      chunks: chunks per stage.
 
     Raises:
       ArgumentError: no costs are given or both, a layer's costs come without the number of layers,
@@ -122,7 +124,7 @@ def layers_of_model(
         rule = "is too few for $num_stages: each needs a layer"
         problems.append(Problem("layers", layers, rule, (stages,), {"num_stages": stages}))
     refuse(problems)
-    count = layers or 2 * stages
+    count = layers or 2 * stages * chunks
     if stage_costs is None:
         return [parse_costs(layer_costs or "", option="layer_costs")] * count
     stage, share = parse_costs(stage_costs, option="stage_costs"), stages / count

@@ -106,7 +106,7 @@ def compare(
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. The
         stage's chunks share it. By default 1,1,1 if no costs of a layer are given either.
       layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
-      layers: layers of the whole model; by default two per stage.
+      layers: layers of the whole model; by default two per stage, or per chunk with --chunks.
       devices: a traced model on devices, in place of costs.
       weight_bytes: bytes of one copy of a full stage's weights, gradients and optimizer state; with
         --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
@@ -117,6 +117,9 @@ def compare(
     refuse(below_one(stages=stages, microbatches=microbatches, chunks=chunks))
     check_size(stages, microbatches, chunks or 1)
     chosen = {e.name: chunks for e in catalog.entries() if chunks and "num_chunks" in e.defaults}
+    if chunks and names and chosen.keys().isdisjoint(names):
+        rule = f"has no effect: none of {', '.join(names)} lets one choose"
+        refuse([Problem("chunks", chunks, rule, (None,))])
     if out is not None and out.suffix.lower() not in _ENDINGS:
         rule = f"--out {out} does not end in a picture format or that of a page."
         raise ValueError(f"{rule}\nNearest valid: {', '.join(_ENDINGS)}.")
@@ -131,7 +134,8 @@ def compare(
     sizes = _sizes(weight_bytes, activation_bytes)
     if stage_costs is None and layer_costs is None:
         stage_costs = DEFAULT_COSTS
-    model = layers_of_model(stages, layers=layers, stage_costs=stage_costs, layer_costs=layer_costs)
+    costs = {"stage_costs": stage_costs, "layer_costs": layer_costs}
+    model = layers_of_model(stages, layers=layers, chunks=chunks or 1, **costs)
     assert model is not None
     compared, reasons = [], {}
     wanted = names or tuple(entry.name for entry in catalog.entries())

@@ -142,6 +142,15 @@ def test_tables_fit_the_terminal_and_cut_nothing_short(monkeypatch, capsys, widt
     assert len(re.findall(r"device: +[\d.]+%", compared)) == (25 if width < 60 else 0)
 
 
+def test_compare_takes_chunks_for_schedules_that_let_one_choose(capsys):
+    """The model has layers for them."""
+    arguments = ["compare", "interleaved", "zb-v", *SHAPE, "--chunks", "3"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"interleaved +3 ", printed)
+    assert re.search(r"zb-v +2 ", printed)
+
+
 def test_compare_draws_a_picture(tmp_path, capsys):
     out = tmp_path / "comparison.svg"
     assert main(["compare", "1f1b", *SHAPE, "--out", str(out)]) == 0
@@ -323,6 +332,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
         (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
         (["compare", *SHAPE, "--weight-bytes", "1"], "--activation-bytes must be a number from 0"),
+        (["compare", "1f1b", "zb-v", *SHAPE, "--chunks", "4"], "none of 1f1b, zb-v lets one"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (
             ["show", "zb-v", *SHAPE, "--layers", "1000000000", "--layer-costs", "1,1,1"],
