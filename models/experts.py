@@ -244,6 +244,8 @@ class Experts(nnx.Module):
         capacity = self.config.device_capacity(len(x_TE))
         places, sizes_Y = shared_room(chosen_DK, num_own, capacity)
         expected = min(routing.chosen.size, len(places.pairs))
+        if num_own < self.count:  # some places may be empty
+            expected = min(expected, len(places.pairs) - 1)
         dropped = None
         if capacity is not None:
             num_chosen = jnp.count_nonzero(chosen_DK < num_own)

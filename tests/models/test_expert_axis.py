@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from unittest import mock
 
 import chex
 import jax
@@ -13,11 +14,13 @@ import numpy as np
 import optax
 import pytest
 import toys
+from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe.measure import layer_costs
 from jaxpipe.runtime.measure import traced
-from models import experts, gpt
+from models import experts, gpt, grouped_matmul
+from models.blocks import function_of
 
 CONFIG = gpt.GPTConfig(
     vocab_size=13, sequence_length=8, num_layers=2, width=8, num_heads=2, num_experts=4,
@@ -140,3 +143,30 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
     plain = gpt.GPTConfig(vocab_size=13, sequence_length=6, num_layers=2, width=8, num_heads=2)
     with pytest.raises(ValueError, match="expert_axis='expert': there are no experts"):
         model_of(plain)
+
+
+def test_gradients_read_no_rows_that_no_group_has():
+    """Kernels for GPUs leave them undefined, also where a device has as many places as choices."""
+    config = dataclasses.replace(CONFIG, capacity_factor=None, device_capacity_factor=1.0)
+
+    def layer(config, rngs):
+        return experts.Experts(config, "expert", rngs=rngs)
+
+    def loss(params, x, chosen, scores):
+        y, _ = function_of(layer, config)(params, x, experts.Routing(chosen, scores, None))
+        return (y**2).sum()
+
+    def undefined_behind(x, kernels, sizes, /, **static):
+        y = product(x, kernels, sizes, **static)
+        return jnp.where(jnp.arange(len(y))[:, None] < sizes.sum(), y, jnp.nan)
+
+    product = grouped_matmul._product
+    params = {name: {"kernel": jnp.ones((4, 8, 8))} for name in ("up", "gate", "down")}
+    x, chosen = jnp.ones((6, 8)), jnp.tile(jnp.array([0, 2]), (6, 1)).at[0, 1].set(1)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("expert",))
+    gradients = jax.shard_map(
+        jax.grad(loss, (0, 1, 3)), mesh=mesh, in_specs=P("expert"), out_specs=P("expert"),
+        check_vma=False,
+    )  # fmt: skip
+    with mock.patch.object(grouped_matmul, "_product", undefined_behind):
+        chex.assert_tree_all_finite(jax.jit(gradients)(params, x, chosen, jnp.ones((6, 2))))
