@@ -368,6 +368,8 @@ def _options(
         if searched.overlaps and context * tensor * expert == 1:
             continue
         for chunks in searched.chunks:
+            if chunks > 1 and stage * data == 1:
+                continue  # chunks of one stage are for what moves over data
             if stage * chunks > model.num_layers:
                 excluded["layers"] += 1
                 continue

@@ -183,6 +183,8 @@ def test_words_about_stages_fit_the_devices_and_the_batch(model):
         goal, cluster = Goal(None, (rows,)), devices.cluster("h100", devices_)
         return list(plan_command._in_words(search.search(model, [cluster], goal), goal))
 
+    on_one = search.search(model, [devices.cluster("h100", 1)], Goal(None, (32,)))
+    assert all(one.plan.chunks == 1 for one in (*on_one.best, *on_one.front))
     (alone,) = words(1, 32)
     assert alone.startswith("best: one device, ")
     best, plain = words(8, 4)
