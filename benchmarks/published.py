@@ -48,6 +48,10 @@ FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "docs" / "published.md"
 MOST_SHARING = 16
 """Devices that share a layer, at most: 8 over tensor, 2 over context."""
+RANGE = 0.1, 1.0
+"""Range in which rates are fitted."""
+_AT_AN_END = 0.0005
+"""Distance at which a rate is printed like an end of the range."""
 FITTED = 2
 """Rates are fitted to the runs of every third model, from the third on."""
 
@@ -587,7 +591,7 @@ def fit(runs: Sequence[Run], start: Rates) -> Rates:
     def errors(values: np.ndarray) -> list[float]:
         return [math.log1p(_error(run, Rates(*values))) for run in runs]
 
-    found = least_squares(errors, start, bounds=(0.1, 1.0), diff_step=1e-3, ftol=1e-4, xtol=1e-3)
+    found = least_squares(errors, start, bounds=RANGE, diff_step=1e-3, ftol=1e-4, xtol=1e-3)
     return Rates(*map(float, found.x))
 
 
@@ -677,6 +681,10 @@ def summary(rows: Sequence[Row], rates: Rates) -> list[str]:
     dense, every = [row for row in rows if not row.run.shape.experts], [row.run for row in rows]
     fitted = sum(row.fitted for row in dense)
     shown = ", ".join(f"{name} {value:.3f}" for name, value in rates._asdict().items())
+    least, most = RANGE
+    ends = [name for name, n in rates._asdict().items() if min(n - least, most - n) < _AT_AN_END]
+    if ends:
+        shown += f" ({' and '.join(ends)} at an end of the range, {least} to {most})"
     lines = [
         f"Fitted to {fitted} dense runs, those of every third model, marked *: {shown}. The "
         f"absolute error of the other {len(dense) - fitted}: "
@@ -721,15 +729,19 @@ predictions: for the system that ran, and for jaxpipe's program on the same mesh
 from traces ([planner](design/009-planner.md)) and take the same rates. The system's order runs on
 the free-running clock, its communication overlaps as noted below, and nothing is copied into
 slots. jaxpipe's program runs its tick table in 16 bits with cuDNN's attention and weights unrolled;
-of policies, and of ZeRO-1 and 2, it has the fastest that fit 80 GB, or else of the leanest. "ratio"
-is jaxpipe's step by that predicted for the system. Where it is above 1, the last column names what
-loses most, in seconds, and the memory if it does not fit:
+of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80 GB are predicted, as
+`jaxpipe plan` allows, or else of the leanest. "ratio" is jaxpipe's step by that predicted for the
+system. Where it is above 1, the last column names what loses most, in seconds, and the memory if it
+is more:
 
 - kernels: XLA fuses less, computes again, or lacks 8 bits;
 - collectives: layers wait for all of theirs;
 - copies: values into slots and out of them, and sums of gradients;
 - waits: for other stages, messages and the head;
 - data: over data shards, and the optimizer.
+
+Rates are shares: of the peak, for large matmuls on H100s and A100s; of the memory's bandwidth; and
+of tensor collectives, how much is exposed in systems that overlap them.
 
 """
 _ENDING = """
