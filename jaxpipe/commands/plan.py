@@ -246,6 +246,7 @@ def _described(prediction: Prediction) -> str:
         "context devices": plan.context, "tensor devices": plan.tensor,
     }  # fmt: skip
     mesh = " x ".join(f"{count} {axis}" for axis, count in axes.items() if count > 1)
+    mesh += f" with experts over {plan.expert} data shards" if plan.expert > 1 else ""
     chunks = f" with {plan.chunks} chunks per stage" if plan.chunks > 1 else ""
     schedule = f"{plan.schedule}{chunks}, " if plan.stage > 1 else ""
     return (
@@ -260,18 +261,21 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
     training = goal.tokens is not None
     axes = {
         axis: [getattr(candidate.plan, axis) for candidate in plans]
-        for axis in ("stage", "replica", "parts", "expert", "context", "tensor")
+        for axis in ("stage", "replica", "parts", "context", "tensor")
     }
     used = [axis for axis, sizes in axes.items() if axis == "stage" or max(sizes) > 1]
     names = " x ".join("data" if axis == "parts" else axis for axis in used)
     title += f"; a mesh is {names}"
-    columns = ["plan", "devices", "mesh", "schedule", "v", "m x rows", "remat", "head", "ZeRO"]
+    experts = any(candidate.plan.expert > 1 for candidate in plans)
+    columns = ["plan", "devices", "mesh", *(["expert"] * experts)]
+    columns += ["schedule", "v", "m x rows", "remat", "head", "ZeRO"]
     columns += ["host", "step, s", "MFU", "GB", *(["days", "$"] * training)]
     rows = []
     for number, candidate in enumerate(plans, start=1):
         p = candidate.plan
         shown = [str(number), str(candidate.placed.cluster.count)]
         shown.append(" x ".join(str(getattr(p, axis)) for axis in used))
+        shown += [str(p.expert)] * experts
         shown += [p.schedule, str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
         shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
         shown += [written(candidate.step_seconds), f"{candidate.model_flops_share:.1%}"]

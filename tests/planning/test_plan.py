@@ -207,6 +207,22 @@ def test_small_models_and_steps_are_shown_in_as_many_digits(tmp_path, capsys, mo
     assert any(line.startswith("best plans; a mesh is") for line in lines)
 
 
+def test_axes_of_a_mesh_multiply_to_its_devices(model, tmp_path, capsys):
+    """Experts are split over data shards, and are no axis of their own."""
+    (sizes,) = (one for variant, one in model.variants.items() if variant.remat == "none")
+    mixture = dataclasses.replace(model, variants={Variant(1, 1, "none", 2): sizes})
+    path = tmp_path / "sizes.json"
+    path.write_text(mixture.to_json())
+    assert cli.main(["plan", "--sizes", str(path), "--devices", "4", "--device", "h100"]) == 0
+    printed = capsys.readouterr().out
+    assert "with experts over 2 data shards" in printed
+    assert "expert 2" in printed
+    assert "x expert" not in printed
+    meshes = re.findall(r"^\d+ +(\d+) x (\d+) ", printed, re.MULTILINE)
+    assert meshes
+    assert all(int(stages) * int(shards) == 4 for stages, shards in meshes)
+
+
 def test_the_command_reads_a_file_of_sizes(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     path, picture = tmp_path / "sizes.json", tmp_path / "front.svg"
