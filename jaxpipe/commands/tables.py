@@ -183,7 +183,8 @@ def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[s
     console = output_console()
     for title, which, scale in parts if rows else ():
         print_parts(console, title, "schedule", rows, which, scale)
-    print("transfers: over data, those that nothing hides. waits: for other stages and messages.")
+    if rows:
+        print("transfers: over data, if nothing hides them. waits: for other stages and messages.")
     for name, prediction in rows:
         limit = prediction.placed.cluster.memory_bytes
         if prediction.device_bytes > limit:

@@ -286,7 +286,7 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
     assert row.split() in rows
     chunks = ["compare", "interleaved", *arguments[4:], "--chunks", "8"]
     assert cli.main(chunks) == 0
-    assert "interleaved does not fit: 16 chunks need as many layers" in capsys.readouterr().out
+    assert capsys.readouterr().out == "interleaved does not fit: 16 chunks need as many layers\n"
     for wrong, text in (
         (["--chunks", "0"], "--chunks 0 must be at least 1"),
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
