@@ -57,6 +57,7 @@ LAYOUTS = {
     "alike": [
         {"schedule": "1f1b", "stage": 4},
         {"schedule": "zb-v", "stage": 2, "data": 2, "zero": 1, "layer_counts": (1, 2, 0, 2)},
+        {"schedule": "interleaved", "stage": 2, "data": 4, "zero": 3, "weights": "unrolled"},
     ],
     "differ": [
         {"schedule": "1f1b", "stage": 2, "data": 2, "zero": 3},

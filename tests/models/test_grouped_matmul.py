@@ -74,7 +74,7 @@ def test_gradients_of_kernels_are_summed_in_float32():
 
 @pytest.mark.parametrize("likely", [None, 2], ids=["idle", "one-expert"])
 def test_gradients_of_a_mixture_are_those_of_a_loop_over_experts(likely):
-    """Of parameters and of x; one expert has no tokens, or all tokens choose the same two."""
+    """Compares parameters and x; one expert is idle, or all tokens choose the same two."""
     apply, params, x = test_experts.mixture_of(CONFIG)
     kernel = params["router"]["kernel"]
     x = x.at[..., 0].set(5.0)
@@ -140,7 +140,7 @@ def test_choices_are_sorted_by_expert_in_both_directions(capacity):
 
 @pytest.mark.parametrize("capacity", [None, 3], ids=["dropless", "capacity"])
 def test_tokens_are_gathered_in_both_directions(capacity):
-    """Of places, and of rows that are sent and returned: nothing is scattered backwards."""
+    """Compares rows that are sent and returned; nothing is scattered backwards."""
     chosen = jax.random.randint(jax.random.key(0), (6, 2), 0, 4)
     if capacity is None:
         places, _ = experts.shared_room(chosen, 4)

@@ -1,4 +1,4 @@
-"""What a step is made of: costs of layers, memory, metrics; its results are in `test_tasks`."""
+"""Parts of a step: costs of layers, memory, metrics; its results are in `test_tasks`."""
 
 from __future__ import annotations
 
