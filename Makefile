@@ -129,7 +129,7 @@ published: setup
 	$(BIN)/python -m benchmarks.published
 
 figures: setup
-	$(BIN)/jaxpipe compare --stages 8 --microbatches 32 --stage-costs 1,1.2,0.8 --layers 64 --out docs/images/compare.svg
+	$(BIN)/python -m benchmarks.compared_schedules
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --format svg --out docs/images/auto.svg
 	$(BIN)/jaxpipe compare zb-v 1f1b --stages 4 --microbatches 8 --stage-costs 1,1.2,0.8 --layers 16 --out docs/images/zb-v-and-1f1b.html
 

@@ -18,7 +18,6 @@ from jaxpipe.planning.devices import DEVICES, LAUNCH_SECONDS, USABLE_MEMORY, Clu
 from jaxpipe.planning.search import FINALISTS, REASONS, Goal, Result, compiled, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
-from jaxpipe.schedule.show import svg
 
 _DAY = 86400
 _AS_GOOD = 1.02
@@ -39,7 +38,6 @@ def plan(
     critical_batch: float | None = None,
     objective: Literal["time", "cost", "memory"] = "time",
     out: Path | None = None,
-    picture: Path | None = None,
     measure: int | None = None,
     write_sizes: Path | None = None,
 ) -> None:
@@ -67,7 +65,6 @@ def plan(
       measure: number of the best plans to compile without devices, half a minute to minutes each.
         Their memory is then the compiler's, and plans beyond the limit are out; times stay those
         that were predicted. For h100 and h200 it needs jax's CUDA plugin, for cpu nothing.
-      picture: file to draw the Pareto front in, .svg.
       write_sizes: file to write what the model computes and keeps to, for --sizes.
     """
     refuse(
@@ -113,9 +110,6 @@ def plan(
         text = configured.write(best.plan, cost.chunk_costs(best.placed), steps)
         out.write_text(text, encoding="utf-8")
         console.print(f"the first plan is written to {out}")
-    if picture is not None:
-        svg.save(figure(result, _title(model, clusters[0])), picture)
-        console.print(f"the Pareto front is drawn in {picture}")
 
 
 def _compiled(
@@ -284,45 +278,3 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
             shown += [f"{candidate.train_seconds / _DAY:.2f}", f"{candidate.dollars:,.0f}"]
         rows.append(shown)
     print_differences(console, columns, rows, title=title)
-
-
-def figure(result: Result, title: str) -> str:
-    """Draws time against memory of the Pareto front, and of the best plans, as SVG."""
-    left, width, height = 60.0, 440.0, max(300.0, 12.0 * len(result.front))
-    best = [candidate for candidate in result.best if candidate not in result.front]
-    candidates = [*best, *result.front]
-    gigabytes = [candidate.device_bytes / 1e9 for candidate in candidates]
-    seconds = [candidate.step_seconds for candidate in candidates]
-
-    def place(candidate: Prediction) -> tuple[float, float]:
-        x, y = candidate.device_bytes / 1e9, candidate.step_seconds
-        right = (x - min(gigabytes)) / (max(gigabytes) - min(gigabytes) or 1)
-        down = (max(seconds) - y) / (max(seconds) - min(seconds) or 1)
-        return left + width * (0.03 + 0.94 * right), 30 + height * (0.03 + 0.94 * down)
-
-    drawn, front = [svg.text(left, 12, title, size=10)], [*map(place, result.front)]
-    drawn.append(svg.line(sorted(front), "#27518f", 1.2))
-    # In a column of their own, from slow to fast as the points lie, names never overlap.
-    for n, candidate in enumerate(sorted(result.front, key=lambda c: -c.step_seconds)):
-        p, y = candidate.plan, 30 + height * (n + 0.5) / len(result.front)
-        drawn.append(svg.line([place(candidate), (left + width + 16, y)], "#bbbbbb", 0.5))
-        name = f"{p.schedule} {p.stage}x{p.data}x{p.sharing}, {p.remat}, ZeRO-{p.zero}"
-        drawn.append(svg.text(left + width + 18, y, name, size=7))
-    for places, colour in ((map(place, best), "#9dbdf0"), (front, "#27518f")):
-        drawn += [svg.element("circle", cx=x, cy=y, r=3, fill=colour) for x, y in places]
-    bottom = 30 + height
-    drawn.append(svg.line([(left, 30), (left, bottom), (left + width, bottom)], svg.GREY))
-    for x, value in ((0.03, min(gigabytes)), (0.97, max(gigabytes))):
-        drawn.append(svg.text(left + width * x, bottom + 10, f"{value:.3g}", anchor="middle"))
-    for y, value in ((0.97, min(seconds)), (0.03, max(seconds))):
-        drawn.append(svg.text(left - 4, 30 + height * y, f"{value:.3g}", anchor="end"))
-    middle = left + width / 2
-    drawn.append(svg.text(middle, bottom + 10, "GB of a device", anchor="middle"))
-    drawn.append(svg.text(left, 24, "seconds of a step", size=7))
-    for x, colour, meaning in (
-        (left, "#27518f", "Pareto front"),
-        (left + 100, "#9dbdf0", "other best plans"),
-    ):
-        drawn.append(svg.element("circle", cx=x, cy=bottom + 26, r=3, fill=colour))
-        drawn.append(svg.text(x + 8, bottom + 26, meaning))
-    return svg.document(left + width + 220, bottom + 36, drawn)

@@ -30,7 +30,7 @@ from jaxpipe.commands.options import (
     say_written,
 )
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.device_clock import Clock, device_clock, timelines
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.partition import cut_layers
@@ -39,17 +39,16 @@ from jaxpipe.schedule.search.auto import gain_of_memory
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.report import Clock, report, timelines
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs
 
 _ENDINGS = {
-    ".svg": ("svg",),
-    ".csv": ("csv",),
-    ".html": ("html",),
-    ".json": ("json", "trace"),
+    ".svg": "svg",
+    ".csv": "csv",
+    ".html": "html",
+    ".json": "trace",
 }
-"""The formats that a file's ending allows; the first is the default."""
+"""The format that a file's ending means."""
 _NOT_ASYNCHRONOUS = {
     "chunks": (1, "each of its stages holds 1 chunk"),
     "group": (None, "its microbatches enter one by one"),
@@ -64,7 +63,7 @@ _NOT_ASYNCHRONOUS = {
 _WORTH_SAYING = 0.01
 """The least share of the time for which `auto` tells of a little more memory."""
 
-_Format = Literal["text", "svg", "trace", "csv", "json", "html"]
+_Format = Literal["text", "svg", "html", "trace", "csv"]
 
 
 def show(
@@ -84,7 +83,7 @@ def show(
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
-    """Draw the ticks of one schedule, or write them as a picture, a page, a trace, CSV or JSON.
+    """Draw the ticks of one schedule, or write them as a picture, a page, a trace or CSV.
 
     A timeline shows actions, messages and which of them are received a tick late, chunks gathered
     and reduced over data (under ZeRO-3, with one slot of each), and idle time.
@@ -188,34 +187,32 @@ def validate(
     *,
     costs: str = DEFAULT_COSTS,
     clock: Clock | None = None,
-    format: Literal["text", "json"] = "text",
 ) -> None:
-    """Check a schedule in PyTorch's CSV of actions, and report it as `show` does.
+    """Check a schedule in PyTorch's CSV of actions, and draw it as `show` does.
 
     Args:
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       clock: as for `show`.
-      format: what to write.
     """
     parsed = parse_costs(costs)
     model = _Model(read_csv(file), parsed)
     check_table(model.schedule)
-    _write(_in_format(model, clock, format, True, must_draw=False), None)
+    _write(_in_format(model, clock, "text", True, must_draw=False), None)
 
 
 def _chosen_format(format: _Format | None, out: Path | None) -> str:
     """Chooses the requested format, or that of the file's ending."""
-    fits = _ENDINGS.get(out.suffix.lower()) if out is not None else None
+    meant = _ENDINGS.get(out.suffix.lower()) if out is not None else None
     if format is None:
-        if out is not None and fits is None and out.suffix.lower() not in ("", ".txt"):
+        if out is not None and meant is None and out.suffix.lower() not in ("", ".txt"):
             endings = ", ".join([*_ENDINGS, ".txt"])
             raise ValueError(
                 f"--out {out} ends in {out.suffix}, which is no format's ending: {endings}.\n"
                 f"Nearest valid: --out {out.with_suffix('.svg')}, or --format text."
             )
-        return fits[0] if fits else "text"
-    if out is None or (format in fits if fits else format != "svg"):
+        return meant or "text"
+    if out is None or (format == meant if meant else format != "svg"):
         return format
     ending = {"text": ".txt", "trace": ".json"}.get(format, f".{format}")
     raise ValueError(
@@ -263,9 +260,6 @@ def _in_format(
     schedule, costs, hints = model
     if format == "csv":
         return write_csv(schedule)
-    if format == "json":
-        shown = report(schedule, costs, clock=clock)
-        return json.dumps(shown, indent=2) + "\n"
     clocks = timelines(schedule, costs)
     drawn = clocks.on(clock)
     if format == "trace":

@@ -26,11 +26,10 @@ from jaxpipe.commands.printing import output_console, print_list, print_table, s
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.plans import SCHEDULES
 from jaxpipe.schedule import catalog
+from jaxpipe.schedule.device_clock import Timelines, timelines
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import Problem, below_one, refuse
-from jaxpipe.schedule.show import comparison, draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.report import timelines
 
 _NO_DEVICES = OnDevices()
 _TABLE_WIDTH = 150
@@ -46,8 +45,6 @@ _COMPARED = (
     "waits for inputs alone, as papers draw; device is that of the program on GPUs, and time is on "
     "it. GB: memory of the stage that needs the most."
 )
-_ENDINGS = ".svg", ".html"
-"""Endings of the files that `compare` writes."""
 
 
 def schedules() -> None:
@@ -111,8 +108,8 @@ def compare(
       weight_bytes: bytes of one copy of a full stage's weights, gradients and optimizer state; with
         --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
       activation_bytes: bytes that one microbatch keeps on a full stage.
-      out: a picture of the comparison to write, .svg; or .html, a page on which a browser shows the
-        schedules one above the other, each as `show` does.
+      out: a page to write, .html, on which a browser shows the schedules one above the other, each
+        as `show` does.
     """
     refuse(below_one(stages=stages, microbatches=microbatches, chunks=chunks))
     check_size(stages, microbatches, chunks or 1)
@@ -120,9 +117,9 @@ def compare(
     if chunks and names and chosen.keys().isdisjoint(names):
         rule = f"has no effect: none of {', '.join(names)} lets one choose"
         refuse([Problem("chunks", chunks, rule, (None,))])
-    if out is not None and out.suffix.lower() not in _ENDINGS:
-        rule = f"--out {out} does not end in a picture format or that of a page."
-        raise ValueError(f"{rule}\nNearest valid: {', '.join(_ENDINGS)}.")
+    if out is not None and out.suffix.lower() != ".html":
+        rule = "must end in .html: it is a page for a browser"
+        refuse([Problem("out", str(out), rule, (str(out.with_suffix(".html")),))])
     if devices.layer_model is not None:
         bytes_given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
         costs_given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
@@ -161,17 +158,11 @@ def compare(
             compared.append(timelines(schedule, priced))
     if not compared:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
-    rows = [comparison.row(clocks, sizes) for clocks in compared]
-    if out is not None and out.suffix.lower() == ".html":
-        out.write_text(page(compared), encoding="utf-8")
-    elif out is not None:
-        of, given = ("layer", layer_costs) if layer_costs else ("stage", stage_costs)
-        title = f"p={stages}, m={microbatches}, costs of one {of} {given}"
-        draw.save(comparison.comparison_figure(rows, title), out)
     console = output_console()
-    _print_rows(console, rows)
+    _print_rows(console, compared, sizes)
     say(console, _COMPARED)
     if out is not None:
+        out.write_text(page(compared), encoding="utf-8")
         say_written(out)
     for name, reason in reasons.items():
         say(console, f"{name} does not fit: {reason}")
@@ -203,9 +194,8 @@ def _instead(**given: Any) -> list[Problem]:
     ]
 
 
-def _sizes(
-    weight_bytes: float | None, activation_bytes: float | None
-) -> comparison.StageBytes | None:
+def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> dict[str, float] | None:
+    """The bytes of a full stage, as `Timeline.stage_bytes` takes them."""
     if weight_bytes is None and activation_bytes is None:
         return None
     given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
@@ -217,18 +207,20 @@ def _sizes(
     )
     assert weight_bytes is not None
     assert activation_bytes is not None
-    return comparison.StageBytes(weight_bytes, activation_bytes)
+    return {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
 
 
-def _print_rows(console: Console, rows: Sequence[comparison.Summary]) -> None:
-    columns = ["schedule", "v", "peak", "free", "device", "time"]
-    columns += ["GB"] * (rows[0].stage_bytes is not None)
-    cells = []
-    for row in rows:
-        ratios = row.free_running, row.device
-        shown = ("-" if ratio is None else f"{ratio:.1%}" for ratio in ratios)
-        peak = f"{row.peak_in_flight:g}"
-        time = "-" if row.makespan is None else f"{row.makespan:.4g}"
-        in_gb = [] if row.stage_bytes is None else [f"{row.stage_bytes / 1e9:.4g}"]
-        cells.append((row.name, str(row.num_chunks), peak, *shown, time, *in_gb))
-    print_table(console, columns, cells)
+def _print_rows(
+    console: Console, compared: Sequence[Timelines], sizes: Mapping[str, float] | None
+) -> None:
+    columns = ["schedule", "v", "peak", "free", "device", "time", *(["GB"] if sizes else [])]
+    rows = []
+    for free, device, _ in compared:
+        peak = free.in_full_stages(max(free.peak_in_flight))
+        cells = [free.schedule.name, str(free.schedule.num_chunks), f"{peak:g}"]
+        cells.append(f"{free.bubble_ratio:.1%}")
+        # A schedule that can only be simulated has no time on devices.
+        cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"] if device else ["-", "-"]
+        cells += [f"{max(free.stage_bytes(**sizes)) / 1e9:.4g}"] if sizes else []
+        rows.append(cells)
+    print_table(console, columns, rows)

@@ -16,7 +16,7 @@ command line and the trainer. That is all that its author needs. Programs that t
 `simulate`, `partition`    the free-running clock; which layers make a chunk
 `lowering`                 the tick table that is executed, and its buffers
 `device_clock`             how long that table takes on GPUs
-`show`                     reports, text, pictures and traces
+`show`                     text, pictures, pages and traces
 `formats`                  PyTorch's CSV, JSON, and a user's own schedule
 =========================  =========================================================================
 
@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.schedule.actions import GUESTS, Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check.validate import ScheduleError, simulated_only, validate
-from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.lowering.lower import lower
@@ -56,7 +56,6 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.report import Timelines, timelines
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, Timeline, simulate
 

@@ -11,19 +11,22 @@ of each other. Where all stages compute embedding and head together, their sums 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE, TickTable
+from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import (
     Costs,
     TimedAction,
     Timeline,
     kind_durations,
     of_virtual_stages,
+    simulate,
 )
 
 _Ends: TypeAlias = tuple[np.ndarray, np.ndarray]
@@ -71,6 +74,44 @@ def device_clock(
     rows = tuple(tuple(sorted(row, key=lambda part: cast(int, part.tick))) for row in parts)
     ticks = tuple(map(tuple, starts.tolist()))
     return Timeline(schedule, costs, "device", rows, float(starts[-1].max()), ticks)
+
+
+Clock = Literal["free", "device"]
+"""Names of the clocks on the command line; the first is the free-running one."""
+
+
+class Timelines(NamedTuple):
+    """A schedule on both clocks; ``device`` is None if it can only be simulated, ``measured`` if it
+    has not run."""
+
+    free_running: Timeline
+    device: Timeline | None
+    measured: Timeline | None = None
+
+    def on(self, clock: Clock | None = None) -> Timeline:
+        """The timeline of one clock; without one, of devices if the schedule can be executed.
+
+        Raises:
+          ArgumentError: the schedule can only be simulated, and has no device clock.
+        """
+        if clock == "device" and self.device is None:
+            rule = "is for schedules that can be executed, and $name can only be simulated"
+            others = {"name": self.free_running.schedule.name}
+            refuse([Problem("clock", clock, rule, {"clock": "free"}, others)])
+        return self.free_running if clock == "free" or self.device is None else self.device
+
+
+def timelines(
+    schedule: Schedule, costs: Costs | Sequence[Costs], *, measured: Timeline | None = None
+) -> Timelines:
+    """Runs a schedule on both clocks; arguments as for `simulate`.
+
+    Args:
+      measured: a step that ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
+        ``measured.costs`` are the mean times of its actions.
+    """
+    executed = None if any(simulated_only(schedule)) else device_clock(schedule, costs)
+    return Timelines(simulate(schedule, costs), executed, measured)
 
 
 def replay(

@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from jaxpipe.schedule.catalog import build
+from jaxpipe.schedule.device_clock import timelines
 from jaxpipe.schedule.show.looks import fill
 from jaxpipe.schedule.show.page import page as write_page
-from jaxpipe.schedule.show.report import timelines
 from jaxpipe.schedule.simulate import Costs, in_flight
 
 COSTS = Costs(1, 1.2, 0.8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -26,38 +25,6 @@ def test_show_draws_and_reports_every_clock(capsys):
     assert "\x1b" not in out
 
 
-def test_show_json_is_complete(capsys):
-    assert (
-        main(
-            ["show", "1f1b", *SHAPE, "--costs", "1,2,1,0.5", "--format", "json", "--clock", "free"]
-        )
-        == 0
-    )
-    shown = json.loads(capsys.readouterr().out)
-    assert list(shown) == [
-        "schedule", "stages", "chunks", "microbatches", "costs", "clock", "free_running",
-        "device", "peak_in_flight", "ticks", "actions", "messages", "moves",
-        "gathers", "reductions",
-    ]  # fmt: skip
-    assert (shown["schedule"], shown["stages"], shown["chunks"]) == ("1f1b", 4, 1)
-    assert shown["costs"] == {"f": 1, "b": 2, "w": 1, "message": 0.5, "overlap": 0}
-    assert shown["peak_in_flight"] == [4, 3, 2, 1]
-    assert shown["messages"]["total"] == 2 * 3 * 8
-    load = 8 * 0.5 / shown["free_running"]["makespan"]
-    edge = {"sender": 1, "receiver": 0, "count": 8, "load": load}
-    assert edge in shown["messages"]["edges"]
-    for clock in ("free_running", "device"):
-        assert {"makespan", "bubble_ratio", "stage_spans"} <= set(shown[clock])
-        assert len(shown[clock]["stage_spans"]) == 4
-    assert [len(row) for row in shown["actions"]] == [24] * 4
-    assert shown["actions"][3][0] == {
-        "kind": "F", "chunk": 0, "virtual_stage": 3, "microbatch": 0, "start": 4.5, "end": 5.5,
-    }  # fmt: skip
-    assert (
-        max(a["end"] for row in shown["actions"] for a in row) == shown["free_running"]["makespan"]
-    )
-
-
 def test_show_says_which_clock_it_draws(capsys):
     for clock, makespan in (("free", 33), ("device", 33)):
         assert main(["show", "1f1b-fused", *SHAPE, "--clock", clock]) == 0
@@ -76,9 +43,8 @@ def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
         ("a.svg", [], "<?xml"),
         ("a.SVG", [], "<?xml"),
         ("a.csv", [], "0F0,"),
-        ("a.json", [], '{\n  "schedule": "gpipe"'),
         ("a.html", [], "<!doctype html>"),
-        ("a.json", ["--format", "trace"], '{"traceEvents"'),
+        ("a.json", [], '{"traceEvents"'),
         ("a.txt", [], "gpipe, p=4 "),
         ("a", [], "gpipe, p=4 "),
         ("a.txt", ["--format", "csv"], "0F0,"),
@@ -151,14 +117,6 @@ def test_compare_takes_chunks_for_schedules_that_let_one_choose(capsys):
     assert re.search(r"zb-v +2 ", printed)
 
 
-def test_compare_draws_a_picture(tmp_path, capsys):
-    out = tmp_path / "comparison.svg"
-    assert main(["compare", "1f1b", *SHAPE, "--out", str(out)]) == 0
-    # Nothing else: the progress is for terminals.
-    assert capsys.readouterr().err == f"{out} is written\n"
-    assert out.stat().st_size > 1000
-
-
 def test_chimera_pays_for_its_second_copy_of_the_weights(capsys):
     """p=4, m=4: all keep 4 microbatches of 1 GB where they keep the most; a copy has 10 GB."""
     shape = "--stages", "4", "--microbatches", "4"
@@ -193,16 +151,13 @@ def test_the_schedules_of_the_documentation_are_drawn_and_checked(tmp_path, monk
         assert main(line.split()) == 0
 
 
-def test_csv_goes_out_and_comes_back_as_the_same_report(tmp_path, capsys):
-    file = tmp_path / "1f1b.csv"
+def test_csv_goes_out_and_comes_back_as_the_same_schedule(tmp_path, capsys):
+    file, costs = tmp_path / "1f1b.csv", ["--costs", "1,1.2,0.8,0.1"]
     assert main(["show", "1f1b", *SHAPE, "--format", "csv", "--out", str(file)]) == 0
-    costs = ["--costs", "1,1.2,0.8,0.1", "--format", "json"]
     assert main(["show", "1f1b", *SHAPE, *costs]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr().out
     assert main(["validate", str(file), *costs]) == 0
-    assert json.loads(capsys.readouterr().out) == shown
-    assert main(["validate", str(file)]) == 0
-    assert "peak in flight, per stage: 4, 3, 2, 1" in capsys.readouterr().out
+    assert capsys.readouterr().out == shown
 
 
 def test_validate_says_why_it_does_not_draw(tmp_path, capsys):
@@ -346,7 +301,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["show", "gpipe", *SHAPE, "--out", "a.pdf"], "--out a.pdf ends in .pdf, which is no"),
         (["show", "gpipe", *SHAPE, "--costs", "0,1,1"], "--costs 0,1,1 is out of range: costs.f=0"),
         (["show", "qqq", *SHAPE], "'qqq' is not a known schedule. All: gpipe, "),
-        (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: .svg, .html"),
+        (["compare", *SHAPE, "--out", "picture.gif"], "Nearest valid: 'picture.html'"),
         (["show", "gpipe", *SHAPE, "--format", "text", "--out", "a.svg"], "--out a.txt"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
         (["validate", "no.csv"], "no.csv cannot be used: No such file or directory."),

@@ -20,9 +20,8 @@ from jaxpipe.schedule.actions import (
     split_backwards,
 )
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
-from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.device_clock import device_clock, timelines
 from jaxpipe.schedule.show.exchanges import exchanges
-from jaxpipe.schedule.show.report import timelines
 from jaxpipe.schedule.simulate import Costs, makespan, simulate, ticks
 
 # No test may depend on how fast the machine is.

@@ -11,10 +11,9 @@ import pytest
 
 from jaxpipe.cli import main
 from jaxpipe.schedule.catalog import build
-from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.device_clock import device_clock, timelines
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.report import timelines
 from jaxpipe.schedule.simulate import Costs, in_flight, simulate
 
 COSTS = Costs(1, 1.2, 0.8, 0.1)

@@ -1,1 +1,1 @@
-"""Pictures, reports and comparisons of schedules."""
+"""Pictures of schedules: text, SVG, a page for browsers, a trace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
-from jaxpipe.schedule.simulate import Timeline, kind_durations, unit_durations
+from jaxpipe.schedule.simulate import Timeline, kind_durations
 
 
 class Look(NamedTuple):
@@ -71,24 +71,13 @@ def stage_colors(num_stages: int) -> list[str]:
 
 
 def shortest(timeline: Timeline) -> float:
-    """Duration of the shortest action of a timeline."""
+    """A time that no action of a timeline undercuts, and the shortest takes or nearly takes."""
     # Late in a long timeline an action's end minus its start may round to nothing.
-    durations, shorter = kind_durations(timeline.costs), _shorter(timeline)
+    durations = kind_durations(timeline.costs)
     actions = (timed.action for row in timeline.rows for timed in row)
-    return min(shorter.get(a, durations[a.virtual_stage][a.kind]) for a in actions)
-
-
-def _shorter(timeline: Timeline) -> dict[Action, float]:
-    """Durations of the actions of overlapped pairs, where these save time."""
-    schedule = timeline.schedule
-    if not schedule.overlapped or timeline.clock != "free-running":
-        return {}
-    units = (unit for stage in range(schedule.num_stages) for unit in schedule.units(stage))
-    return {
-        action: duration
-        for unit in units
-        for action, duration in zip(unit, unit_durations(unit, timeline.costs), strict=True)
-    }
+    least = min(durations[action.virtual_stage][action.kind] for action in actions)
+    # Those of a pair that saves time take at least half as long.
+    return least / 2 if timeline.schedule.overlapped else least
 
 
 def caption(timeline: Timeline) -> str:

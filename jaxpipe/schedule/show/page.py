@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from jaxpipe.schedule.device_clock import Timelines
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.looks import (
     LATE,
@@ -20,7 +21,6 @@ from jaxpipe.schedule.show.looks import (
     pairs,
     stage_colors,
 )
-from jaxpipe.schedule.show.report import Timelines
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 
@@ -29,7 +29,7 @@ def page(compared: Sequence[Timelines]) -> str:
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
-      >>> from jaxpipe.schedule.show.report import timelines
+      >>> from jaxpipe.schedule.device_clock import timelines
       >>> from jaxpipe.schedule.simulate import Costs
       >>> page([timelines(gpipe(2, 4), Costs(1, 1, 1))]).splitlines()[0]
       '<!doctype html>'

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxpipe.schedule.show.exchanges import Exchange, exchanges
-from jaxpipe.schedule.show.report import place_of
+from jaxpipe.schedule.show.looks import chunk_of
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 _COLOURS = (
@@ -89,7 +89,11 @@ def _complete(
         **thread,
         "ts": part.start * unit,
         "dur": (part.end - part.start) * unit,
-        "args": place_of(part.action, timeline.schedule),
+        "args": {
+            "chunk": chunk_of(part.action, timeline),
+            "virtual_stage": part.action.virtual_stage,
+            "microbatch": part.action.microbatch,
+        },
     }
 
 
