@@ -5,13 +5,12 @@ are plain data; what trains them imports jax, and is `jaxpipe.AsyncPipeline`.
 """
 
 from jaxpipe.asynchronous.draw import steady_text
-from jaxpipe.asynchronous.schedule import from_json, shown_minibatches, steady_schedule
+from jaxpipe.asynchronous.schedule import shown_minibatches, steady_schedule
 from jaxpipe.asynchronous.steady import ASYNCHRONOUS_METHODS, SteadyState
 
 __all__ = [
     "ASYNCHRONOUS_METHODS",
     "SteadyState",
-    "from_json",
     "shown_minibatches",
     "steady_schedule",
     "steady_text",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jaxpipe.asynchronous.rows import steady_table
 from jaxpipe.asynchronous.steady import SteadyState
@@ -43,24 +42,6 @@ class SteadySchedule(Schedule):
 
     def table(self, layer_counts: Sequence[int]) -> TickTable:
         return steady_table(self, self.steady, layer_counts, fused=self.fused)
-
-    @property
-    def ticks(self) -> tuple[tuple[int, ...], ...]:
-        """The tick of every action, by stage."""
-        parts = map(self.steady.stage, range(self.num_stages))
-        return tuple(
-            tuple(action.microbatch + part.start(action.kind) for action in order)
-            for part, order in zip(parts, self.orders, strict=True)
-        )
-
-    def own_json(self) -> dict[str, Any]:
-        minibatches = {
-            "size": self.steady.num_microbatches,
-            "method": self.steady.method,
-            "num_versions": self.steady.num_versions,
-            "segment": self.steady.recompute_segment,
-        }
-        return {"ticks": [*map(list, self.ticks)], "minibatches": minibatches}
 
 
 def shown_minibatches(num_stages: int, num_microbatches: int) -> int:
@@ -106,19 +87,3 @@ def steady_schedule(
         steady=steady,
         fused=fused,
     )
-
-
-def from_json(data: dict[str, Any]) -> SteadySchedule:
-    """Builds the schedule that `own_json` describes.
-
-    Raises:
-      ValueError: the other fields are not those of this schedule.
-    """
-    own = data["minibatches"]
-    fused = "BW" in data["orders"][0]
-    steady = SteadyState(len(data["stages"]), own["size"], own["method"], own["segment"])
-    schedule = steady_schedule(steady, data["num_microbatches"] // own["size"], fused=fused)
-    orders = [" ".join(map(str, order)) for order in schedule.orders]
-    if data["orders"] != orders or data.get("ticks") not in (None, schedule.own_json()["ticks"]):
-        raise ValueError(f"its orders or ticks are not those of {steady}")
-    return schedule

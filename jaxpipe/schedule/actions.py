@@ -11,7 +11,6 @@ import enum
 import itertools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from jaxpipe.schedule.placement import Placement
 
@@ -150,10 +149,6 @@ class Schedule:
     def inputs(self, action: Action) -> list[Action]:
         """`dependencies` of an action; a fused backward counts as its B."""
         return dependencies(action, num_virtual_stages=self.placement.depth, split=True)
-
-    def own_json(self) -> dict[str, Any]:
-        """Further fields for JSON."""
-        return {}
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

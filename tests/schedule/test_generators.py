@@ -99,11 +99,6 @@ def test_every_virtual_stage_and_microbatch_once_within_the_promised_memory(sche
     assert schedule.peak_in_flight is not None
 
 
-@given(built(LINEAR))
-def test_one_inbox_slot_is_enough_on_a_linear_placement(schedule):
-    validate(schedule, inbox_slots=1)
-
-
 @given(built(), costs, st.integers(0, 3))
 @settings(max_examples=50)
 def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, message):

@@ -22,13 +22,6 @@ def test_schedules_survive_the_round_trip(name):
     assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
 
 
-def test_of_former_time_slices_the_order_stays():
-    former = to_json(_SCHEDULE) | {"slices": ["0:0F0[0:2]", "1:1F0[0:3]"]}
-    with pytest.warns(UserWarning, match="time slices of schedule '1f1b' are left out"):
-        assert from_json(former) == _SCHEDULE
-    assert from_json(former | {"slices": None}) == _SCHEDULE
-
-
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [

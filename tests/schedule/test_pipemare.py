@@ -122,12 +122,8 @@ def test_the_other_formats_show_a_few_minibatches_like_any_schedule(
     assert cli.main([*asked, "--format", "trace"]) == 0
     events = json.loads(capsys.readouterr().out)["traceEvents"]
     assert ("0R11" in {event["name"] for event in events}) == bool(segment)
-    assert cli.main([*asked, "--format", "json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
     # Four minibatches: the pipeline is full from the 4th of their 12 microbatches on.
-    assert (shown["schedule"], shown["microbatches"]) == (name, 12)
-    assert shown["device"]["bubble_ratio"] > 0
-    assert len(shown["actions"][0]) == 12 * (4 if segment else 3)
+    assert sum(event["ph"] == "X" for event in events) == 2 * 12 * (4 if segment else 3)
 
 
 SEGMENTS = [(P, N, S) for P, N in [(1, 1), (4, 3), (8, 1)] for S in range(1, P + 1)]

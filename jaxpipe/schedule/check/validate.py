@@ -12,7 +12,7 @@ from typing import Any
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.problems import Problem, below_one, refuse
+from jaxpipe.schedule.problems import Problem
 
 _SHOWN_PROBLEMS = 8
 _MAX_MISSING = 1000
@@ -39,29 +39,19 @@ def chunks_in_flight(order: Sequence[Action]) -> list[int]:
     return list(itertools.accumulate(changes[action.kind] for action in order))
 
 
-def validate(
-    schedule: Schedule,
-    *,
-    inbox_slots: int | None = None,
-    spell: Callable[[Action], str] = str,
-) -> None:
+def validate(schedule: Schedule, *, spell: Callable[[Action], str] = str) -> None:
     """Checks that a schedule is complete, in order, free of deadlock and within its promise.
 
     Args:
-      inbox_slots: at least 1: messages of one kind (activations or gradients) from one stage that a
-        stage can hold before it uses them. None for no limit.
       spell: how errors write an action.
 
     Raises:
       ScheduleError: with every failure, and the stage x tick grid around the first one.
-      ValueError: ``inbox_slots`` is below 1.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> validate(gpipe(2, 4))
-      >>> validate(gpipe(2, 4), inbox_slots=1)
     """
-    refuse(below_one(inbox_slots=inbox_slots))
     wrong = list(itertools.islice(wrong_types(schedule), _SHOWN_PROBLEMS))
     if wrong:
         raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))
@@ -70,10 +60,9 @@ def validate(
     # An index out of range may be why the shape is wrong.
     problems = shape + out_of_range if shape else out_of_range + actions
     problems += [] if problems else checks.pairs()
-    # A walk with inbox slots means something only once every sender and receiver is in place.
-    walked = walk(schedule, inbox_slots=None if problems else inbox_slots)
+    walked = walk(schedule)
     if not problems:
-        problems = [*checks.deadlocks(walked, inbox_slots), *checks.broken_promises()]
+        problems = [*checks.deadlocks(walked), *checks.broken_promises()]
     if problems:
         raise ScheduleError(_message(schedule, problems, walked.ticks, spell))
 
@@ -217,17 +206,13 @@ class _Checks:
                             text += f" (and so is {self.spell(Action(s, Kind.BW, i))})"
                         yield _Fault(f"{text}.", stage, absent=absent)
 
-    def deadlocks(self, walked: Walk, inbox_slots: int | None) -> list[_Fault]:
+    def deadlocks(self, walked: Walk) -> list[_Fault]:
         """Says why stages stop; those that stop by themselves come first."""
         alone, dependent = [], []
         for d, blocker in sorted(walked.blockers.items()):
             k = len(walked.ticks[d])
             stuck = self.schedule.orders[d][k]
             text = f"Deadlock: stage {d} stops for good at {self.spell(stuck)}, which waits for "
-            if isinstance(blocker, int):
-                text += f"one of the {inbox_slots} inbox slots of stage {blocker}."
-                dependent.append(_Fault(text, d, k))
-                continue
             s, i = blocker.virtual_stage, blocker.microbatch
             fused = Action(s, Kind.BW, i)
             if (

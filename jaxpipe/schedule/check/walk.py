@@ -16,13 +16,13 @@ class Walk:
     Args:
       starts, ends: ``ends[d][k]`` is when stage ``d``'s action ``k`` ends; shorter than the stage's
         order where the stage stops for good.
-      blockers: for every stage that stops, the thing its next action waits for: a result (a fused
-        backward counts as its B), or one of the inbox slots of a stage.
+      blockers: for every stage that stops, the action whose result its next action waits for; a
+        fused backward counts as its B.
     """
 
     starts: list[list[float]]
     ends: list[list[float]]
-    blockers: dict[int, Action | int]
+    blockers: dict[int, Action]
 
     @property
     def ticks(self) -> list[list[int]]:
@@ -72,14 +72,6 @@ class Results:
         """The results that an action reads: `Schedule.inputs` in numbers."""
         return [*map(action.microbatch.__add__, self.first(action)[1])]
 
-    def receiver(self, action: Action) -> int:
-        """The stage that an F, B, BW or R sends its result to; its own if no other reads it."""
-        stages, s = self._schedule.placement.stages, action.virtual_stage
-        reader = s + (1 if action.kind.is_forward else -1)
-        inputs = self.inputs(dataclasses.replace(action, virtual_stage=reader))
-        sends = 0 <= reader < len(stages) and self.number(action) in inputs
-        return stages[reader if sends else s]
-
     def stage(self, number: int) -> int:
         """The stage that computes a result."""
         return self._schedule.placement.stages[self._schedule.place(number % self._passes)[0]]
@@ -96,13 +88,12 @@ def walk(
     *,
     durations: Callable[[Sequence[Action]], Sequence[float]] | None = None,
     messages: Sequence[float] = (),
-    inbox_slots: int | None = None,
 ) -> Walk:
     """Runs the orders greedily: a unit (`Schedule.units`) starts when its stage is free and its
     inputs are there, and gives its results when it ends.
 
-    The result does not depend on which stage goes first: each stage has one fixed order and each
-    inbox one sender and one receiver. A stage that stops here therefore stops in every execution.
+    The result does not depend on which stage goes first: each stage has one fixed order. A stage
+    that stops here therefore stops in every execution.
 
     The walk ends for any schedule, after one visit of every action and every wait.
 
@@ -110,17 +101,12 @@ def walk(
       durations: computes how long each action of a unit takes; None for one tick per unit.
       messages: how long a result travels to another stage, by virtual stage; none for no time.
         Virtual stages must then be in range.
-      inbox_slots: messages of one kind from one stage that a stage can hold before it uses them;
-        the sender waits for a free slot. None for no limit. Virtual stages and microbatches must
-        then be in range.
     """
     results, together = Results(schedule), frozenset(schedule.overlapped)
-    frees = {} if inbox_slots is None else _frees(schedule, results, inbox_slots)
     stages, begin = schedule.placement.stages, 0 if durations is None else 0.0
     walked = Walk([[] for _ in schedule.orders], [[] for _ in schedule.orders], {})
     done: dict[int, float] = {}  # result -> end
-    # By result: the stages that wait for it, and the stage of whose inbox they need a slot.
-    waiting: dict[int, list[tuple[int, int | None]]] = collections.defaultdict(list)
+    waiting: dict[int, list[int]] = collections.defaultdict(list)  # result -> stages
     known: dict[tuple[Kind, int], tuple[int, list[tuple[int, float]], Sequence[float]]] = {}
     ready = [*range(len(schedule.orders))]
 
@@ -151,13 +137,10 @@ def walk(
                 number, inputs, times = facts
                 for needed, lag in inputs:
                     if (end := done.get(needed + i)) is None:
-                        waiting[needed + i].append((stage, None))
+                        waiting[needed + i].append(stage)
                         return
                     if end + lag > free:
                         free = end + lag
-                if frees and number + i in frees and frees[number + i] not in done:
-                    waiting[frees[number + i]].append((stage, results.receiver(action)))
-                    return
                 if action.kind is not Kind.W:
                     results_of_unit.append(number + i)
             for time in times if len(unit) == 1 else take(unit):
@@ -168,34 +151,10 @@ def walk(
             for number in results_of_unit:
                 done.setdefault(number, free)
                 if number in waiting:
-                    ready.extend(stage for stage, _ in waiting.pop(number))
+                    ready.extend(waiting.pop(number))
 
     while ready:
         advance(ready.pop())
     for number, stopped in waiting.items():
-        for stage, inbox in stopped:
-            walked.blockers[stage] = results.action(number) if inbox is None else inbox
+        walked.blockers.update(dict.fromkeys(stopped, results.action(number)))
     return walked
-
-
-def _frees(schedule: Schedule, results: Results, inbox_slots: int) -> dict[int, int]:
-    """Maps results that are sent to the result whose action frees the slot that they need.
-
-    The n-th message of a kind from one stage to another can be sent once message n - inbox_slots
-    has been read.
-    """
-    sent, read = collections.defaultdict(list), collections.defaultdict(list)
-    for stage, order in enumerate(schedule.orders):
-        for action in order:
-            if action.kind is Kind.W:
-                continue
-            number = results.number(action)
-            for needed in results.inputs(action):
-                read[results.stage(needed), stage, results.action(needed).kind].append(number)
-            if (receiver := results.receiver(action)) != stage:
-                sent[stage, receiver, results.action(number).kind].append(number)
-    return {
-        number: freed
-        for inbox, numbers in sent.items()
-        for number, freed in zip(numbers[inbox_slots:], read[inbox], strict=False)
-    }

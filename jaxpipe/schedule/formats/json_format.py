@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from typing import Any
 
-from jaxpipe.schedule.actions import GUESTS, Action, Schedule
+from jaxpipe.schedule.actions import Action, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.placement import Placement
 
@@ -29,15 +27,12 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
-        **schedule.own_json(),
         **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
     }
 
 
 def from_json(data: Any) -> Schedule:
     """Reads what `to_json` wrote, and validates it.
-
-    Earlier versions also wrote time slices; of these, only the order that they follow is read.
 
     Raises:
       ScheduleError: a field is missing or of another form, or the schedule cannot run.
@@ -48,17 +43,7 @@ def from_json(data: Any) -> Schedule:
       True
     """
     try:
-        if data["name"] in GUESTS:
-            guest = importlib.import_module(GUESTS[data["name"]])
-            schedule: Schedule = guest.from_json(data)
-            return schedule
         peak = data["peak_in_flight"]
-        if data.get("slices"):
-            warnings.warn(
-                f"The time slices of schedule {data['name']!r} are left out: stages run whole "
-                "actions, in the order of the file.",
-                stacklevel=2,
-            )
         schedule = Schedule(
             name=str(data["name"]),
             placement=Placement(tuple(data["stages"]), data["num_copies"]),
