@@ -28,7 +28,7 @@ from jaxpipe.checkpoint import checksums, keeping, recovery
 from jaxpipe.checkpoint.checksums import DamagedError
 from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
+from jaxpipe.checkpoint.recovery import DATA, RUN, STATE, Found
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -66,8 +66,6 @@ class Checkpoints:
       folder: absolute or relative path; made when first needed.
       keep: how many of the latest checkpoints to keep, at least 1.
       read_only: never write.
-      older: accepts checkpoints without checksums, which earlier versions of the trainer wrote: it
-        takes what `save_arrays` was given as ``run``, and raises if that makes no sense.
 
     Raises:
       ValueError: a folder that is a file, or nothing to keep.
@@ -88,10 +86,9 @@ class Checkpoints:
         *,
         keep: int = 1,
         read_only: bool = False,
-        older: Older | None = None,
     ) -> None:
         self._folder, self._keep = Path(folder).resolve(), keep
-        self._read_only, self._older = read_only, older
+        self._read_only = read_only
         problems: list[Problem | str] = [*below_one(keep=keep)]
         is_file = self._folder.exists() and not self._folder.is_dir()
         if is_file:
@@ -121,7 +118,7 @@ class Checkpoints:
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
-        fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
+        fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder)))
         return Found.from_dict(fields)
 
     @property
@@ -263,7 +260,7 @@ class Checkpoints:
 
     def _damage(self, step: int) -> str | None:
         try:
-            recovery.verify(self._folder / str(step), self._older)
+            recovery.verify(self._folder / str(step))
         except DamagedError as error:
             return str(error)
         return None
@@ -294,7 +291,7 @@ class Checkpoints:
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
-        described = {**(run or {}), CHECKSUMS: checksums.FILE}
+        described = dict(run or {})
         _require_json("data", data)
         _require_json("run", described)
         manager = self._manager or self._open()
