@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS
 from jaxpipe.commands.options import (
@@ -22,7 +21,7 @@ from jaxpipe.commands.options import (
 )
 from jaxpipe.commands.plan import progress_bar
 from jaxpipe.commands.predictions import OnDevices, of_schedules, print_parts
-from jaxpipe.commands.printing import output_console, print_list, print_table, say
+from jaxpipe.commands.printing import output_console, print_table, say
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.plans import SCHEDULES
 from jaxpipe.schedule import catalog
@@ -32,12 +31,6 @@ from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show.page import page
 
 _NO_DEVICES = OnDevices()
-_TABLE_WIDTH = 150
-"""Columns of a terminal in which the table of schedules is readable."""
-_CAPTION = (
-    "Bubble: added to m(F+B+W) of work of a full stage, free-running; at F=B=W=1 if no cost is "
-    "named. Peak: on stage d, in microbatches of a full stage."
-)
 
 _COMPARED = (
     "All are of one model: chunks share the work of a stage. v: chunks per stage. peak: in flight "
@@ -48,23 +41,10 @@ _COMPARED = (
 
 
 def schedules() -> None:
-    """List the schedules, with bubble, peak in flight, constraints and source."""
-    columns = "name", "what it does", "bubble", "peak in flight", "constraints", "source"
+    """List the schedules, with their sources; `compare` shows their bubbles and peaks."""
     console = output_console()
-    rows = [
-        (e.name, e.summary, e.bubble, e.peak, e.constraints, e.source) for e in catalog.entries()
-    ]
-    if console.width >= _TABLE_WIDTH:
-        table = Table(caption=_CAPTION)
-        table.add_column(columns[0], no_wrap=True)
-        for column in columns[1:]:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    else:
-        print_list(console, columns, rows)
-        say(console, _CAPTION)
+    rows = [(entry.name, entry.summary, entry.source) for entry in catalog.entries()]
+    print_table(console, ("name", "what it does", "source"), rows)
     methods = list(ASYNCHRONOUS_METHODS)
     say(
         console,

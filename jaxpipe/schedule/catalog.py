@@ -82,7 +82,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
 
         summary = (inspect.getdoc(function) or "").partition("\n")[0]
         source = f"{function.__module__}.{function.__qualname__}"
-        _entries[name] = Entry(name, generate, summary, "", "", "", source, chunks=None)
+        _entries[name] = Entry(name, generate, summary, source, chunks=None)
         return function
 
     return add

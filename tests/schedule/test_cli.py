@@ -63,7 +63,7 @@ def test_schedules_lists_every_row(capsys):
     assert "`jaxpipe show pipemare " in last
     assert "train.py" in last
     for entry in catalog.entries():
-        for cell in (entry.name, entry.summary, entry.bubble, entry.peak, entry.source):
+        for cell in (entry.name, entry.summary, entry.source):
             assert cell in out
 
 
