@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.asynchronous import run
+from jaxpipe.asynchronous.rows import steady_table
 from jaxpipe.asynchronous.run import AsyncState
-from jaxpipe.asynchronous.schedule import steady_schedule
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.asynchronous.updates import Rules
 from jaxpipe.runtime import checks
@@ -42,7 +42,6 @@ from jaxpipe.runtime.types import (
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.runtime.update.per_unit import with_stages
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
@@ -155,26 +154,12 @@ class AsyncPipeline:
             clip_norm,
         )
         leaves = Kind.F if recompute_segment is None else Kind.R
-        setup = pipe.setup(self._table())
+        fused = Kind.BW in pipe.table.passes
+        table = steady_table(pipe.schedule, self.steady, pipe.table.layer_counts, fused=fused)
+        setup = pipe.setup(table)
         layout = self._layout.local
         # W follows B in the same tick, so B leaves to it all that belongs to W.
         self._setup = dataclasses.replace(setup, layout=layout, early=False, leaves=leaves)
-
-    def _table(self) -> TickTable:
-        """Kinds, channels and slots of the ticks of a full pipeline, which the executor runs.
-
-        R and its messages are `jaxpipe.asynchronous.updates`'.
-        """
-        pipe, fused = self.pipe, Kind.BW in self.pipe.table.passes
-        table = steady_schedule(self.steady, 1, fused=fused).table(pipe.table.layer_counts)
-        channels = tuple(c for c in table.channels if c.kind is not Kind.R)
-        return dataclasses.replace(
-            table,
-            schedule=pipe.schedule,
-            passes={kind: cell for kind, cell in table.passes.items() if kind is not Kind.R},
-            channels=channels,
-            exchanges=(tuple(channel.edges for channel in channels),),
-        )
 
     @property
     def delays(self) -> np.ndarray:

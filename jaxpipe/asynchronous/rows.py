@@ -184,17 +184,19 @@ class SteadyRows:
 def steady_table(
     schedule: Schedule, steady: SteadyState, layer_counts: Sequence[int], *, fused: bool
 ) -> TickTable:
-    """Builds the table of a schedule of whole minibatches, from empty to empty.
+    """Builds the table of one minibatch from an empty pipeline to an empty one: kinds, channels and
+    slots of the ticks that the executor runs. R and its messages are
+    `jaxpipe.asynchronous.updates`'.
 
     Args:
-      schedule: the minibatches.
-      steady: their rules.
+      schedule: the synchronous schedule of the same pipeline.
+      steady: the rules.
       layer_counts: layers of every stage.
       fused: whether backwards are BW, or B and W.
     """
-    P, total = steady.num_stages, schedule.num_microbatches
-    tick, stage = np.arange(total + steady.drain_ticks)[:, None], np.arange(P)
-    rows = SteadyRows(steady, entered=total, fused=fused, xp=np)
+    P, N = steady.num_stages, steady.num_microbatches
+    tick, stage = np.arange(N + steady.drain_ticks)[:, None], np.arange(P)
+    rows = SteadyRows(steady, entered=N, fused=fused, xp=np)
     row = rows.at(tick, stage, layers=np.asarray(layer_counts)).row
 
     def column(value: Integer) -> np.ndarray:
@@ -207,24 +209,20 @@ def steady_table(
 
     forth = tuple((d - 1, d) for d in range(1, P))
     edges = {Kind.B: tuple((d, s) for s, d in forth), Kind.F: forth}
-    channels = [
+    channels = tuple(
         Channel(kind, pairs, column(arrival.slot), column(arrival.late_slot))
         for (kind, pairs), arrival in zip(edges.items(), row.arrivals, strict=False)
-    ]
-    if again := steady.recompute_edges:
-        # R reads what R of the tick before has put out, on its way.
-        idle = (row.cells[Kind.R].layers == 0) | steady.begins_segment(stage)
-        channels.append(Channel(Kind.R, again, column(NONE), column(np.where(idle, NONE, 0))))
-    of_tick = [tuple(c.edges_at(t) for c in channels) for t in range(len(tick))]
-    exchanges, outer = tuple(dict.fromkeys(of_tick)), row.outer
+    )
+    outer = row.outer
     return TickTable(
         schedule=schedule,
         layer_counts=tuple(layer_counts),
         passes={
             kind: table.Cell(**{k: column(v) for k, v in dataclasses.asdict(cell).items()})
             for kind, cell in row.cells.items()
+            if kind is not Kind.R
         },
-        channels=tuple(channels),
+        channels=channels,
         embed=outer.embed[:, 0],
         embed_slot=column(0)[:, 0],
         head=outer.head[:, 0],
@@ -233,10 +231,11 @@ def steady_table(
         embed_gradient_slot=column(NONE)[:, :1],
         # As with one slot of each: a stage has one chunk, from its first F to its last backward.
         gathers=transfers(stage),
-        reduces=transfers(total - 1 + steady.stage(stage).backward),
+        reduces=transfers(N - 1 + steady.stage(stage).backward),
         num_slots={"x": 1, "dy": 1, "crossing": 1}
         | dict.fromkeys(("until_b", "until_w"), steady.residual_slots),
-        exchanges=exchanges,
-        exchange=np.asarray([exchanges.index(pairs) for pairs in of_tick], np.int32),
+        # A stage sends in every tick in which the pipeline is full.
+        exchanges=(tuple(channel.edges for channel in channels),),
+        exchange=np.zeros(len(tick), np.int32),
         together=True,
     )

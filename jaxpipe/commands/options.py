@@ -132,16 +132,13 @@ def layers_of_model(
     return [dataclasses.replace(stage, f=f, b=b, w=w)] * count
 
 
-def check_size(stages: int, microbatches: int, chunks: int, *, minibatches: int = 1) -> None:
+def check_size(stages: int, microbatches: int, chunks: int) -> None:
     """Refuses schedules that would take all memory, or hours."""
     pipeline = f"--stages {stages}" + f" and --chunks {chunks}" * (chunks != 1)
-    batches = f"--microbatches {microbatches}" + f" in {minibatches} minibatches" * (
-        minibatches > 1
-    )
-    passes = stages * chunks * microbatches * minibatches
+    passes = stages * chunks * microbatches
     for made, limit, options, what in (
         (stages * chunks, _MAX_VIRTUAL_STAGES, pipeline, "virtual stages"),
-        (passes, _MAX_PASSES, f"{pipeline} and {batches}", "forward passes"),
+        (passes, _MAX_PASSES, f"{pipeline} and --microbatches {microbatches}", "forward passes"),
     ):
         if made > limit:
             nearest = f"a product of {limit}" if " and " in options else f"--stages {limit}"

@@ -16,8 +16,6 @@ import tyro
 from jaxpipe.asynchronous import (
     ASYNCHRONOUS_METHODS,
     SteadyState,
-    shown_minibatches,
-    steady_schedule,
     steady_text,
 )
 from jaxpipe.commands.options import (
@@ -56,6 +54,7 @@ _NOT_ASYNCHRONOUS = {
         DEFAULT_COSTS,
         "its picture counts ticks, each with a forward and a backward on every stage",
     ),
+    "format": ("text", "it never drains, and text alone shows its steady state"),
     "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
 }
 """The only value of an option that `show` takes with an asynchronous method, and the reason."""
@@ -90,8 +89,7 @@ def show(
 
     Args:
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
-        pipemare, pipedream or 2bw: as text the steady state, with delays and weight versions; in
-        other formats a few minibatches, from an empty pipeline to an empty one.
+        pipemare, pipedream or 2bw: the steady state as text, with delays and weight versions.
       stages: p, pipeline stages; every schedule but a file needs it.
       microbatches: m, microbatches per batch; every schedule but a file needs it.
       chunks: v, chunks per stage; by default the schedule's own.
@@ -119,12 +117,9 @@ def show(
     }
     parsed = parse_costs(costs)
     if name in ASYNCHRONOUS_METHODS:
-        given = options | {"costs": costs}
-        steady = _steady_state(name, stages, microbatches, recompute_segment, written, given)
-        if written == "text":
-            _write(steady_text(steady), out)
-            return
-        _output(_Model(steady_schedule(steady), parsed), clock, written, out)
+        given = options | {"costs": costs, "format": written}
+        steady = _steady_state(name, stages, microbatches, recompute_segment, given)
+        _write(steady_text(steady), out)
         return
     if recompute_segment is not None:
         methods = ", ".join(ASYNCHRONOUS_METHODS)
@@ -226,25 +221,19 @@ def _steady_state(
     stages: int | None,
     microbatches: int | None,
     recompute_segment: int | None,
-    format: str,
     options: Mapping[str, Any],
 ) -> SteadyState:
-    """Makes the rules of an asynchronous pipeline; refuses what the format cannot show."""
+    """Makes the rules of an asynchronous pipeline; refuses what its text cannot show."""
     others = {"name": name}
     refuse(
         Problem(option, options[option], f"does not fit $name: {why}", (None,), others)
         for option, (taken, why) in _NOT_ASYNCHRONOUS.items()
-        # Only the text counts ticks.
-        if options[option] not in (None, taken) and (option != "costs" or format == "text")
+        if options[option] not in (None, taken)
     )
     if stages is None or microbatches is None:
         raise ArgumentError([user.no_shape(name)])
-    if format == "csv":
-        rule = "is for schedules that end; $name never drains"
-        refuse([Problem("format", format, rule, {"format": "text"}, others)])
     steady = SteadyState(stages, microbatches, name, recompute_segment)
-    minibatches = 1 if format == "text" else shown_minibatches(stages, microbatches)
-    check_size(stages, microbatches, 1, minibatches=minibatches)
+    check_size(stages, microbatches, 1)
     return steady
 
 

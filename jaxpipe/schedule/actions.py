@@ -33,7 +33,7 @@ class Kind(enum.StrEnum):
     BW = "BW"
     """Fused backward: B and W of a layer together, layer by layer."""
     R = "R"
-    """F again, for its residuals; schedules of `GUESTS` alone have it."""
+    """F again, for its residuals; programs of `GUESTS` alone run it, and no schedule."""
 
     @property
     def is_forward(self) -> bool:
@@ -64,10 +64,10 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Reads what ``str`` writes; raises ValueError on anything else."""
-        match = re.fullmatch(r"(\d+)(F|BW|B|W|R)(\d+)", text.strip())
+        match = re.fullmatch(r"(\d+)(F|BW|B|W)(\d+)", text.strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not an action: write virtual stage, kind (F, B, W, BW or R) and "
+                f"{text!r} is not an action: write virtual stage, kind (F, B, W or BW) and "
                 "microbatch, for example '2F0'."
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
@@ -138,17 +138,6 @@ class Schedule:
     @property
     def num_chunks(self) -> int:
         return self.placement.num_chunks
-
-    # Schedules of `GUESTS` override these.
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of action that it may run."""
-        return Kind.F, Kind.B, Kind.W, Kind.BW
-
-    def inputs(self, action: Action) -> list[Action]:
-        """`dependencies` of an action; a fused backward counts as its B."""
-        return dependencies(action, num_virtual_stages=self.placement.depth, split=True)
 
 
 def split_backwards(schedule: Schedule) -> Schedule:

@@ -58,8 +58,11 @@ class Costs:
     def of(self, kind: Kind) -> float:
         """The duration of an action of this kind."""
         both = self.b + self.w
-        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both, Kind.R: self.f}[kind]
+        return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both}[kind]
 
+
+KINDS = Kind.F, Kind.B, Kind.W, Kind.BW
+"""The kinds of action that schedules run."""
 
 MEASURED = "measured"
 """The clock of a timeline that has run: see `jaxpipe.measure.timeline`."""
@@ -70,7 +73,7 @@ UNIT = Costs(1, 1, 1)
 
 def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     """Durations of every kind of action, by virtual stage."""
-    return [{kind: cost.of(kind) for kind in Kind} for cost in costs]
+    return [{kind: cost.of(kind) for kind in KINDS} for cost in costs]
 
 
 def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState, steady_schedule
+from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.asynchronous.rows import SteadyRows
-from jaxpipe.schedule.actions import GUESTS, Action, Kind
-from jaxpipe.schedule.check.validate import ScheduleError, validate
-from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.formats.csv_format import write_csv
+from jaxpipe.schedule.actions import GUESTS, Kind
 from jaxpipe.schedule.lowering.table import NONE
-from jaxpipe.schedule.show import draw
-from jaxpipe.schedule.simulate import Costs, simulate
 
 CASES = [
     (SteadyState(P, N, method, segment), fused)
@@ -131,51 +125,5 @@ def test_every_action_finds_its_input_its_residuals_and_its_weights(steady, fuse
     assert max(slots["residuals"]) == steady.residual_slots
 
 
-@pytest.mark.parametrize(("steady", "fused"), CASES)
-def test_the_schedule_is_validated_simulated_and_drawn_in_the_ticks_of_the_rows(steady, fused):
-    schedule = steady_schedule(steady, MINIBATCHES, fused=fused)
-    validate(schedule)
-    costs, turns = Costs(1, 1.5, 0.5), {kind: n for n, kind in enumerate(schedule.kinds)}
-    tick = costs.b + costs.w + costs.f * (1 if steady.recompute_segment is None else 2)
-    timeline = device_clock(schedule, costs)
-    own = [
-        [(action.microbatch + steady.stage(d).start(action.kind), action) for action in order]
-        for d, order in enumerate(schedule.orders)
-    ]
-    assert [[(part.tick, part.action) for part in row] for row in timeline.rows] == own
-    at = {action: (t, turns[action.kind]) for row in own for t, action in row}
-    for action, (t, turn) in at.items():
-        for needed in schedule.inputs(action):
-            if fused and needed.kind is Kind.B:
-                needed = dataclasses.replace(needed, kind=Kind.BW)
-            within = {action.kind, needed.kind} & {Kind.W, Kind.R} and needed.kind != action.kind
-            assert at[needed] < ((t, turn) if within and needed.kind is not Kind.F else (t,))
-    work = tick * MINIBATCHES * steady.num_microbatches
-    assert timeline.bubble_ratio == pytest.approx(1 - work / timeline.makespan)
-    # Ticks in which the pipeline fills or drains are at most as long as the others.
-    assert timeline.bubble_ratio <= 1 - steady.utilization(MINIBATCHES) + 1e-9
-    assert timeline.peak_in_flight == schedule.peak_in_flight
-    text = draw.text(simulate(schedule, costs))
-    assert ("R0" in text) == (steady.recompute_segment is not None)
-
-
-def test_a_broken_steady_state_is_refused():
-    schedule = steady_schedule(SteadyState(3, 2, "pipemare", 2), MINIBATCHES)
-    late = [action for action in schedule.orders[1] if action.kind is not Kind.R]
-    orders = (schedule.orders[0], tuple(late), schedule.orders[2])
-    with pytest.raises(ScheduleError, match="1R0 is missing from stage 1"):
-        validate(dataclasses.replace(schedule, orders=orders))
-    own = list(schedule.orders[1])
-    again, back = own.index(Action(1, Kind.R, 0)), own.index(Action(1, Kind.B, 0))
-    own[again], own[back] = own[back], own[again]
-    swapped = (schedule.orders[0], tuple(own), schedule.orders[2])
-    with pytest.raises(ScheduleError, match="1B0 on stage 1 comes before its own R"):
-        validate(dataclasses.replace(schedule, orders=swapped))
-    with pytest.raises(ScheduleError, match="0R0 on stage 0 is none of F, B, W"):
-        validate(dataclasses.replace(schedule, steady=SteadyState(3, 2)))
-
-
-def test_a_schedule_of_minibatches_is_not_written_as_csv():
+def test_the_core_knows_the_names_of_the_methods():
     assert GUESTS.keys() == ASYNCHRONOUS_METHODS.keys()
-    with pytest.raises(ValueError, match="runs R, which PyTorch's CSV cannot say"):
-        write_csv(steady_schedule(SteadyState(3, 2, "pipedream", 2), MINIBATCHES))

@@ -32,10 +32,9 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def chunks_in_flight(order: Sequence[Action]) -> list[int]:
-    """The chunk activations a stage keeps after each action: one more by F, or by R where there is
-    any, and one less by the W or BW that frees it."""
-    keeper = Kind.R if any(action.kind is Kind.R for action in order) else Kind.F
-    changes = dict.fromkeys(Kind, 0) | {keeper: 1, Kind.W: -1, Kind.BW: -1}
+    """The chunk activations a stage keeps after each action: one more by F, one less by the W or BW
+    that frees it."""
+    changes = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
     return list(itertools.accumulate(changes[action.kind] for action in order))
 
 
@@ -76,7 +75,7 @@ def simulated_only(schedule: Schedule) -> Iterator[Problem]:
 
 
 # The kinds one virtual stage has run for one microbatch, as bits.
-_BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8, Kind.R: 16}
+_BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
 
 
@@ -133,7 +132,7 @@ class _Checks:
     def actions(self) -> tuple[list[_Fault], list[_Fault]]:
         """Finds actions out of range; and those on the wrong stage, repeated, mixed or missing."""
         stages, m = self.schedule.placement.stages, self.schedule.num_microbatches
-        num_virtual_stages, kinds = len(stages), self.schedule.kinds
+        num_virtual_stages = len(stages)
         seen: dict[int, int] = {}
         outside: list[_Fault] = []
         misplaced: list[_Fault] = []
@@ -144,15 +143,15 @@ class _Checks:
 
         for d, order in enumerate(self.schedule.orders):
             for k, action in enumerate(order):
-                s, i, bit = action.virtual_stage, action.microbatch, _BIT[action.kind]
+                s, i, bit = action.virtual_stage, action.microbatch, _BIT.get(action.kind, 0)
                 known = 0 <= s < num_virtual_stages
                 if not (known and 0 <= i < m):
                     count, what = (m, "microbatch") if known else (len(stages), "virtual stage")
                     # If there is none at all, that alone is the problem.
                     if count > 0:
                         fault(outside, d, k, f"has no {what}: they run from 0 to {count - 1}.")
-                elif action.kind not in kinds:
-                    fault(misplaced, d, k, f"is none of {', '.join(kinds)}.")
+                elif not bit:
+                    fault(misplaced, d, k, f"is none of {', '.join(_BIT)}.")
                 elif stages[s] != d:
                     owner = f"virtual stage {s} is held by stage {stages[s]}"
                     fault(misplaced, d, k, f"is on the wrong stage: {owner}.")
@@ -193,12 +192,11 @@ class _Checks:
         kinds = {action.kind for order in schedule.orders for action in order}
         # If no action of a backward is left, assume the form that all others have.
         fused = Kind.BW in kinds and not kinds & {Kind.B, Kind.W}
-        again = (Kind.R,) if Kind.R in schedule.kinds else ()
-        whole = (Kind.F, *again, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
+        whole = (Kind.F, *((Kind.BW,) if fused else (Kind.B, Kind.W)))
         for s, stage in enumerate(schedule.placement.stages):
             for i in range(m):
                 ran = seen.get(s * m + i, 0)
-                for kind in (Kind.F, *again) if ran & _FUSED else whole:
+                for kind in (Kind.F,) if ran & _FUSED else whole:
                     if not ran & _BIT[kind]:
                         absent = Action(s, kind, i)
                         text = f"{self.spell(absent)} is missing from stage {stage}"

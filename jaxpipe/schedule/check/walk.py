@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Results:
     """Numbers the results of actions, so that looking one up needs no hashing of actions.
 
     The result of F has the number `Schedule.number`; that of B, split or fused, is larger by the
-    number of passes, and that of R by as much again. W has no reader and no number.
+    number of passes. W has no reader and no number.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -55,21 +55,22 @@ class Results:
         """Returns `number` and `inputs` for microbatch 0; for microbatch i they are i larger."""
         place = action.kind, action.virtual_stage
         if (numbers := self._firsts.get(place)) is None:
-            needed = self._schedule.inputs(dataclasses.replace(action, microbatch=0))
+            first = dataclasses.replace(action, microbatch=0)
+            depth = self._schedule.placement.depth
+            needed = dependencies(first, num_virtual_stages=depth, split=True)
             numbers = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
             self._firsts[place] = numbers
         return numbers
 
     def _first(self, kind: Kind, virtual_stage: int) -> int:
-        block = {Kind.F: 0, Kind.R: 2}.get(kind, 1)
-        return block * self._passes + self._schedule.number(virtual_stage, 0)
+        return self._passes * (kind is not Kind.F) + self._schedule.number(virtual_stage, 0)
 
     def number(self, action: Action) -> int:
-        """The number of the result of an F, B, BW or R."""
+        """The number of the result of an F, B or BW."""
         return self.first(action)[0] + action.microbatch
 
     def inputs(self, action: Action) -> list[int]:
-        """The results that an action reads: `Schedule.inputs` in numbers."""
+        """The results that an action reads, in numbers."""
         return [*map(action.microbatch.__add__, self.first(action)[1])]
 
     def stage(self, number: int) -> int:
@@ -78,9 +79,8 @@ class Results:
 
     def action(self, number: int) -> Action:
         """The action that computes a result; B if that is a fused backward."""
-        kind, place = divmod(number, self._passes)
-        s, i = self._schedule.place(place)
-        return Action(s, (Kind.F, Kind.B, Kind.R)[min(kind, 2)], i)
+        s, i = self._schedule.place(number % self._passes)
+        return Action(s, Kind.F if number < self._passes else Kind.B, i)
 
 
 def walk(

@@ -38,7 +38,7 @@ def write_csv(schedule: Schedule) -> str:
 
     Raises:
       ScheduleError: the schedule cannot run.
-      ValueError: its placement has several copies of the model, or it runs R.
+      ValueError: its placement has several copies of the model.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -52,8 +52,6 @@ def write_csv(schedule: Schedule) -> str:
             f"Schedule {schedule.name!r} keeps {copies} copies of the model, which PyTorch's CSV "
             "cannot say."
         )
-    if Kind.R in schedule.kinds:
-        raise ValueError(f"Schedule {schedule.name!r} runs R, which PyTorch's CSV cannot say.")
     table = ticks(schedule)
     num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()

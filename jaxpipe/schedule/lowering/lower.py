@@ -29,7 +29,6 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -56,14 +55,6 @@ class Phase(enum.IntEnum):
     EXCHANGE = 4
     EMBED_GRADIENT = 5
     HEAD = 6
-
-
-@runtime_checkable
-class HasTicks(Protocol):
-    """A schedule that says in which tick its actions run, and is not lowered."""
-
-    def table(self, layer_counts: Sequence[int]) -> TickTable:
-        """Makes the tick table for the numbers of layers of the virtual stages."""
 
 
 def lower(
@@ -106,8 +97,6 @@ def lower(
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
-    if isinstance(schedule, HasTicks):
-        return dataclasses.replace(schedule.table(layer_counts), together=together)
     return lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,

@@ -23,7 +23,6 @@ LOOKS = {
     Kind.B: Look("#8fdcd2", "#1b7468", (116, 73), "backward, input"),
     Kind.W: Look("#c3e2ad", "#4f7f30", (150, 107), "backward, weights"),
     Kind.BW: Look("#f2d38a", "#8f6414", (222, 179), "backward (B and W)"),
-    Kind.R: Look("#d6c3f0", "#6b4c9a", (183, 140), "recomputed"),
 }
 
 MESSAGE, LATE, MOVE, PAIR = "#555555", "#d1661b", "#a02c6d", "#222222"
