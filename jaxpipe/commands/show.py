@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tyro
 
@@ -28,12 +28,11 @@ from jaxpipe.commands.options import (
     say_written,
 )
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.device_clock import Clock, device_clock, timelines
+from jaxpipe.schedule.device_clock import Clock, timelines
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
-from jaxpipe.schedule.search.auto import gain_of_memory
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
@@ -58,9 +57,6 @@ _NOT_ASYNCHRONOUS = {
     "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
 }
 """The only value of an option that `show` takes with an asynchronous method, and the reason."""
-
-_WORTH_SAYING = 0.01
-"""The least share of the time for which `auto` tells of a little more memory."""
 
 _Format = Literal["text", "svg", "html", "trace", "csv"]
 
@@ -117,8 +113,8 @@ def show(
     }
     parsed = parse_costs(costs)
     if name in ASYNCHRONOUS_METHODS:
-        given = options | {"costs": costs, "format": written}
-        steady = _steady_state(name, stages, microbatches, recompute_segment, given)
+        asked = options | {"costs": costs, "format": written}
+        steady = _steady_state(name, stages, microbatches, recompute_segment, asked)
         _write(steady_text(steady), out)
         return
     if recompute_segment is not None:
@@ -126,54 +122,24 @@ def show(
         rule = f"does not fit $name: segments are for {methods}"
         others = {"name": name}
         refuse([Problem("recompute_segment", recompute_segment, rule, (None,), others)])
-    priced = None
+    priced: Sequence[Costs] | None = None
     if layers is not None or layer_costs is not None:
-        refuse(_said_twice(costs))
+        if costs != DEFAULT_COSTS:
+            rule = "is of a chunk: $layers and $layer_costs say it of the model"
+            of_model = {"layers": None, "layer_costs": None}
+            refuse([Problem("costs", costs, rule, (None,), of_model)])
         priced = layers_of_model(stages or 1, layers=layers, layer_costs=layer_costs)
     elif name == "auto" and stages is not None:
         check_size(stages, microbatches or 1, 2)
         priced = [parsed] * (2 * stages)
-    if priced is None:
-        schedule = build(name, stages=stages, microbatches=microbatches, costs=parsed, **options)
-        _output(_Model(schedule, parsed), clock, written, out)
+    given = {"costs": parsed} if priced is None else {"layer_costs": priced}
+    schedule = build(name, stages=stages, microbatches=microbatches, **given, **options)
+    of_chunks = parsed if priced is None else cut_layers(priced, schedule.placement)[1]
+    if written == "csv":
+        _write(write_csv(schedule), out)
         return
-    schedule = build(name, stages=stages, microbatches=microbatches, layer_costs=priced, **options)
-    _, by_chunk = cut_layers(priced, schedule.placement)
-    hints = _hints(schedule, priced, memory_limit) if written == "text" else ()
-    _output(_Model(schedule, by_chunk, tuple(hints)), clock, written, out)
-
-
-class _Model(NamedTuple):
-    """A schedule with the costs of its virtual stages, and what else is worth knowing."""
-
-    schedule: Schedule
-    costs: Costs | Sequence[Costs]
-    hints: tuple[str, ...] = ()
-
-
-def _hints(
-    schedule: Schedule, layer_costs: Sequence[Costs], memory_limit: float | None
-) -> Iterator[str]:
-    """Says how good a searched schedule is, and if a little more memory would be worth it."""
-    if schedule.name != "auto":
-        return
-    yield gap(device_clock(schedule, cut_layers(layer_costs, schedule.placement)[1]))
-    better, gain = gain_of_memory(schedule, layer_costs=layer_costs, memory_limit=memory_limit)
-    if gain >= _WORTH_SAYING:
-        more = (schedule.num_stages if memory_limit is None else memory_limit) + 0.5
-        yield f"half a microbatch more, --memory-limit {more:g}: {gain:.1%} sooner ({better.name})"
-
-
-def _said_twice(costs: str) -> Iterator[Problem]:
-    if costs != DEFAULT_COSTS:
-        rule = "is of a chunk: $layers and $layer_costs say it of the model"
-        yield Problem("costs", costs, rule, (None,), {"layers": None, "layer_costs": None})
-
-
-def _output(model: _Model, clock: Clock | None, format: str, out: Path | None) -> None:
-    if format != "csv":
-        check_table(model.schedule)
-    _write(_in_format(model, clock, format, out is None), out)
+    check_table(schedule)
+    _write(_in_format(schedule, of_chunks, clock, written, printed=out is None), out)
 
 
 def validate(
@@ -190,10 +156,9 @@ def validate(
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
       clock: as for `show`.
     """
-    parsed = parse_costs(costs)
-    model = _Model(read_csv(file), parsed)
-    check_table(model.schedule)
-    _write(_in_format(model, clock, "text", True, must_draw=False), None)
+    schedule = read_csv(file)
+    check_table(schedule)
+    _write(_in_format(schedule, parse_costs(costs), clock, "text", must_draw=False), None)
 
 
 def _chosen_format(format: _Format | None, out: Path | None) -> str:
@@ -207,7 +172,7 @@ def _chosen_format(format: _Format | None, out: Path | None) -> str:
                 f"Nearest valid: --out {out.with_suffix('.svg')}, or --format text."
             )
         return meant or "text"
-    if out is None or (format == meant if meant else format != "svg"):
+    if out is None or meant in (None, format):
         return format
     ending = {"text": ".txt", "trace": ".json"}.get(format, f".{format}")
     raise ValueError(
@@ -238,17 +203,15 @@ def _steady_state(
 
 
 def _in_format(
-    model: _Model,
+    schedule: Schedule,
+    costs: Costs | Sequence[Costs],
     clock: Clock | None,
     format: str,
-    printed: bool,
     *,
+    printed: bool = True,
     must_draw: bool = True,
 ) -> str:
-    """Writes the schedule in any of the formats that are text."""
-    schedule, costs, hints = model
-    if format == "csv":
-        return write_csv(schedule)
+    """Writes a timeline in any of the formats, which are all text."""
     clocks = timelines(schedule, costs)
     drawn = clocks.on(clock)
     if format == "trace":
@@ -273,8 +236,9 @@ def _in_format(
         *(draw.caption(drawn), drawing, *other_captions),
         f"idle, per stage: {idle}",
         f"peak in flight, per stage: {peaks}",
-        *hints,
     ]
+    if schedule.name == "auto" and clocks.device is not None:
+        lines.append(gap(clocks.device))
     if width is not None:
         lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]
     return "\n".join(lines) + "\n"

@@ -65,17 +65,6 @@ def test_published_peaks_follow_from_the_blocks(name):
             assert peaks == [published(p, d) for d in range(p)]
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_stage_keeps_no_more_than_the_lifespans_of_its_chunks_allow(name):
-    """The paper's bound."""
-    block = BLOCKS[name][0](6)
-    bounds = [0] * 6
-    for s, start, end in block.lifespans:
-        bounds[block.placement.stages[s]] += -(-(end - start) // block.period)
-    assert all(peak <= bound for peak, bound in zip(block.peaks, bounds, strict=True))
-    assert block.placement.num_chunks > 1 or list(block.peaks) == bounds
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b-fused", "zb-h1", "zb-h2"])
 def test_schedules_of_one_chunk_are_their_blocks_repeated(name):
     """To the action: the block says all about the order."""

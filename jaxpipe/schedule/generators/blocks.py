@@ -14,21 +14,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.placement import Placement, wave
 
 WORK = 3
 """Units of work that one microbatch takes on one chunk: F, B and W."""
-
-
-class Lifespan(NamedTuple):
-    """Time from the start of a microbatch's F on a virtual stage to the end of its W."""
-
-    virtual_stage: int
-    start: int
-    end: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +63,6 @@ class Block:
     def period(self) -> int:
         """T, the work that one microbatch takes on a stage."""
         return WORK * self.num_chunks
-
-    @cached_property
-    def lifespans(self) -> tuple[Lifespan, ...]:
-        """Lifespan of microbatch 0 on every virtual stage."""
-        chunks, spans = self.num_chunks, []
-        for s, (stage, chunk) in enumerate(
-            zip(self.placement.stages, self.placement.chunks, strict=True)
-        ):
-            row = self.starts[stage]
-            spans.append(Lifespan(s, row[chunk], row[3 * chunks - 1 - chunk] + 1))
-        return tuple(spans)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
