@@ -113,11 +113,11 @@ SURFACES = [
         "Nearest valid: asynchronous.recompute_segment=2.",
     ),
     (
-        partial(user.load, "a.csv", num_stages=2, num_microbatches=None, num_chunks=1),
-        "name='a.csv' has its own stages and microbatches: leave out num_stages, num_chunks.",
-        "'a.csv' has its own stages and microbatches: leave out --stages, --chunks.",
-        "pipeline.schedule='a.csv' has its own stages and microbatches: leave out mesh.stage, "
-        "pipeline.chunks.",
+        partial(user.load, "a.csv", num_stages=2, num_microbatches=None, num_chunks=1, group=2),
+        "name='a.csv' is a schedule as it stands: leave out num_chunks, group.",
+        "'a.csv' is a schedule as it stands: leave out --chunks, --group.",
+        "pipeline.schedule='a.csv' is a schedule as it stands: leave out pipeline.chunks, "
+        "pipeline.group.",
     ),
 ]
 

@@ -179,16 +179,11 @@ def build(
     given = {option: value for option, value in options.items() if value is not None}
     measures = {"costs": costs, "layer_costs": layer_costs}
     timing: dict[str, Any] = {name: value for name, value in measures.items() if value is not None}
-    if user.is_users(name):
+    if stages is None or microbatches is None:
+        # Only a file has its own; to a function it is told that it is missing.
         if "chunks" in given:
             given["num_chunks"] = given.pop("chunks")
-        shape = {"num_stages": stages, "num_microbatches": microbatches}
-        refuse(catalog.range_problems(**shape, **given))
-        if stages is not None and microbatches is not None:
-            check_size(stages, microbatches, given.get("num_chunks", 1))
-        return user.load(name, **shape, clock=timing, **given)
-    if stages is None or microbatches is None:
-        raise ArgumentError([user.no_shape(name)])
+        return user.load(name, num_stages=stages, num_microbatches=microbatches, **given)
     own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
     check_size(stages, microbatches, given.get("chunks", own[0] if own else 1))
     return catalog.build(name, stages=stages, microbatches=microbatches, **given, **timing)

@@ -41,10 +41,7 @@ Example:
   24.0
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from jaxpipe.schedule.actions import GUESTS, Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check.validate import ScheduleError, simulated_only, validate
 from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
@@ -91,11 +88,3 @@ __all__ = [
     "validate",
     "wave",
 ]
-
-if not TYPE_CHECKING:  # to a type checker such a function has every name
-
-    def __getattr__(name: str) -> Any:
-        """Names that were here before they had a package of their own."""
-        if name not in ("ASYNCHRONOUS_METHODS", "SteadyState", "steady_text"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(GUESTS["pipemare"]), name)

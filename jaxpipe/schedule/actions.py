@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from jaxpipe.schedule.placement import Placement
 
-GUESTS = dict.fromkeys(("pipemare", "pipedream", "2bw"), "jaxpipe.asynchronous")
-"""Names of the schedules that have an executor of their own, and its package."""
+GUESTS = "pipemare", "pipedream", "2bw"
+"""Names of the schedules that never drain, which `jaxpipe.asynchronous` runs."""
 
 
 class Kind(enum.StrEnum):

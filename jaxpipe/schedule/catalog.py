@@ -171,7 +171,7 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
     """Builds a schedule of the registry, or the user's own, from the arguments that were given."""
     if entry is None:
         measures = {option: given.pop(option) for option in MEASURES if option in given}
-        return user.fitted(name, **given, clock=measures)
+        return user.load(name, **given, clock=measures)
     if (layer_costs := given.get("layer_costs")) and "layer_costs" not in entry.defaults:
         given = given | _of_average_chunk(entry, layer_costs, given)
     if published:

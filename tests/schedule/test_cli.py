@@ -179,7 +179,11 @@ def test_show_takes_a_users_own_file(tmp_path, capsys, file):
     assert main(["show", str(path)]) == 0
     assert "mine, p=1 v=1 m=1" in capsys.readouterr().out
     assert main(["show", str(path), "--stages", "1", "--chunks", "1"]) == 2
-    assert "leave out --stages, --chunks" in capsys.readouterr().err
+    assert "leave out --chunks" in capsys.readouterr().err
+    assert main(["show", str(path), "--stages", "2"]) == 2
+    assert (
+        "is not a schedule for --stages 2.\nNearest valid: --stages 1." in capsys.readouterr().err
+    )
 
 
 def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):

@@ -137,7 +137,7 @@ def test_a_file_or_a_function_is_built_by_its_name(tmp_path):
     ("name", "numbers", "texts"),
     [
         ("mine.csv", {"stages": 3}, ["is not a schedule for stages=3", "valid: stages=2"]),
-        ("mine.csv", {"chunks": 1}, ["has its own stages and microbatches: leave out chunks."]),
+        ("mine.csv", {"chunks": 1}, ["is a schedule as it stands: leave out chunks."]),
         ("mine.csv", {"microbatches": 0}, ["microbatches=0 must be at least 1."]),
         ("absent.csv", {}, ["absent.csv' cannot be read: ", "No such file"]),
         ("absent:f", {}, ["name='absent:f' is no function Python can import"]),

@@ -126,4 +126,4 @@ def test_every_action_finds_its_input_its_residuals_and_its_weights(steady, fuse
 
 
 def test_the_core_knows_the_names_of_the_methods():
-    assert GUESTS.keys() == ASYNCHRONOUS_METHODS.keys()
+    assert tuple(ASYNCHRONOUS_METHODS) == GUESTS

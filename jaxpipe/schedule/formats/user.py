@@ -50,29 +50,37 @@ def load(
         from the current folder or wherever Python finds it, and called as
         ``function(num_stages, num_microbatches, **options)``, options as in
         `jaxpipe.schedule.catalog`.
-      num_stages: p; None for a file, which has its own.
-      num_microbatches: m; None for a file, which has its own.
+      num_stages: p; None for those of a file.
+      num_microbatches: m; None for those of a file.
       clock: the costs of the later timing: passed to a function that has
         parameters of these names.
       options: num_chunks, group, memory_limit, for the function; a file takes none.
 
     Raises:
-      ValueError: the name leads nowhere, numbers are given to a file or not given to a function,
+      ValueError: the name leads nowhere; numbers do not fit a file or are not given to a function;
         or what `call_user` raises.
       ScheduleError: the schedule cannot run.
-      OSError: the file cannot be read.
     """
     shape = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    if is_file(name):
-        given = [key for key, value in {**shape, **options}.items() if value is not None]
-        if given:
-            extra = ", ".join(f"${argument}" for argument in given)
-            rule = f"has its own stages and microbatches: leave out {extra}"
-            refuse([Problem("name", name, rule, others=dict.fromkeys(given))])
-        return read_csv(name)
-    if num_stages is None or num_microbatches is None:
-        raise ArgumentError([no_shape(name)])
-    return _load_function(name, num_stages, num_microbatches, clock or {}, options)
+    wanted = {argument: number for argument, number in shape.items() if number is not None}
+    if not is_file(name):
+        if num_stages is None or num_microbatches is None:
+            raise ArgumentError([no_shape(name)])
+        return _load_function(name, num_stages, num_microbatches, clock or {}, options)
+    if options:
+        extra = ", ".join(f"${argument}" for argument in options)
+        rule = f"is a schedule as it stands: leave out {extra}"
+        refuse([Problem("name", name, rule, others=dict.fromkeys(options))])
+    try:
+        schedule = read_csv(name)
+    except OSError as error:
+        raise ArgumentError([Problem("name", name, f"cannot be read: {error.strerror}")]) from None
+    # A file holds one copy of the model, so its number of microbatches is the batch's.
+    own = {argument: getattr(schedule, argument) for argument in wanted}
+    if own != wanted:
+        rule = f"is not a schedule for {' and '.join(f'${argument}' for argument in wanted)}"
+        refuse([Problem("name", name, rule, own, wanted)])
+    return schedule
 
 
 def _load_function(
@@ -92,36 +100,6 @@ def _load_function(
         )
     costs = {cost: value for cost, value in clock.items() if cost in parameters}
     return call_user(name, function, stages, microbatches, **options, **costs)
-
-
-def fitted(
-    name: str,
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    clock: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Schedule:
-    """Loads a user's schedule for these stages and microbatches; a file must be made for them.
-
-    Arguments as for `load`.
-
-    Raises:
-      ValueError: as `load`; or the file cannot be read, or is of other stages or microbatches.
-    """
-    wanted = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    if not is_file(name):
-        return load(name, **wanted, clock=clock, **options)
-    try:
-        schedule = load(name, num_stages=None, num_microbatches=None, **options)
-    except OSError as error:
-        raise ArgumentError([Problem("name", name, f"cannot be read: {error}")]) from None
-    # A file holds one copy of the model, so its number of microbatches is the batch's.
-    own = {argument: getattr(schedule, argument) for argument in wanted}
-    if own != wanted:
-        rule = "is not a schedule for $num_stages and $num_microbatches"
-        refuse([Problem("name", name, rule, own, wanted)])
-    return schedule
 
 
 def no_shape(name: str) -> Problem:
