@@ -21,7 +21,7 @@ from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import Memory, partition
 from jaxpipe.schedule.placement import linear, mirrored
-from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from models import gpt
@@ -52,25 +52,6 @@ SURFACES = [
         "mesh.stage=4. Nearest valid: 2.",
     ),
     (
-        partial(controllable_memory, 8, 32, memory_limit=1.5),
-        "memory_limit=1.5 does not fit schedule 'controllable-memory': with num_stages=8 and "
-        "num_microbatches=32 a stage keeps at least 4 microbatches in flight.\nNearest valid: 4.",
-        "--memory-limit 1.5 does not fit schedule 'controllable-memory': with --stages 8 and "
-        "--microbatches 32 a stage keeps at least 4 microbatches in flight.\nNearest valid: 4.",
-        "pipeline.memory_limit=1.5 does not fit schedule 'controllable-memory': with mesh.stage=8 "
-        "and pipeline.microbatches=32 a stage keeps at least 4 microbatches in flight. Nearest "
-        "valid: 4.",
-    ),
-    (
-        build("chimera", microbatches=7),
-        "microbatches=7 does not fit schedule 'chimera': it must be a multiple of 2.\n"
-        "Nearest valid: 6, 8.",
-        "--microbatches 7 does not fit schedule 'chimera': it must be a multiple of 2.\n"
-        "Nearest valid: 6, 8.",
-        "pipeline.microbatches=7 does not fit schedule 'chimera': it must be a multiple of 2. "
-        "Nearest valid: 6, 8.",
-    ),
-    (
         build("zb-h1", memory_limit=2),
         "memory_limit=2 does not fit schedule 'zb-h1': it does not read it.\n"
         "Nearest valid: leave it out.",
@@ -78,12 +59,6 @@ SURFACES = [
         "Nearest valid: leave it out.",
         "pipeline.memory_limit=2 does not fit schedule 'zb-h1': it does not read it. "
         "Nearest valid: leave it out.",
-    ),
-    (
-        partial(refuse, [Problem("memory_limit", None, "is missing: schedule 'mine' needs it")]),
-        "memory_limit is missing: schedule 'mine' needs it.",
-        "--memory-limit is missing: schedule 'mine' needs it.",
-        "pipeline.memory_limit is missing: schedule 'mine' needs it.",
     ),
     (
         build("pipemare"),
@@ -102,15 +77,6 @@ SURFACES = [
         "Nearest valid: --microbatches 7.",
         "pipeline.schedule='2bw' keeps two weight versions: pipeline.microbatches=2 on 4 stages "
         "needs more. Nearest valid: pipeline.microbatches=7.",
-    ),
-    (
-        partial(SteadyState, 2, 2, recompute_segment=3),
-        "recompute_segment=3 must be a number of stages from 1 to 2.\n"
-        "Nearest valid: recompute_segment=2.",
-        "--recompute-segment 3 must be a number of stages from 1 to 2.\n"
-        "Nearest valid: --recompute-segment 2.",
-        "asynchronous.recompute_segment=3 must be a number of stages from 1 to 2. "
-        "Nearest valid: asynchronous.recompute_segment=2.",
     ),
     (
         partial(user.load, "a.csv", num_stages=2, num_microbatches=None, num_chunks=1, group=2),

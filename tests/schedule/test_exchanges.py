@@ -8,35 +8,13 @@ import json
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.device_clock import device_clock, timelines
-from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.placement import looped
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, simulate
 
 NAMES = ["1f1b", "interleaved-fused", "zb-v", "dualpipe-v-published", "chimera"]
 """One of every kind: whole and split backwards, one and several chunks, pairs, copies."""
-
-
-def looped_breadth_first(p: int, v: int, m: int) -> Schedule:
-    """Per stage: chunk by chunk all forwards, then back through the chunks all backwards."""
-    orders = tuple(
-        tuple(Action(c * p + d, Kind.F, i) for c in range(v) for i in range(m))
-        + tuple(Action(c * p + d, Kind.BW, i) for c in reversed(range(v)) for i in range(m))
-        for d in range(p)
-    )
-    return Schedule("by hand", looped(p, num_chunks=v), m, orders)
-
-
-def test_breadth_first_moves_every_chunk_as_often_as_the_paper_says():
-    for p, v in itertools.product(range(2, 9), range(1, 9)):
-        schedule = looped_breadth_first(p, v, 2 * p)
-        for slots, gathers in ((1, 2 * v - 1), (2, max(2 * v - 2, 1))):
-            table = lower(schedule, (1,) * (p * v), weight_slots=slots, gradient_slots=1)
-            assert table.gathers.counts == (gathers,) * p
-            assert table.reduces.counts == (v,) * p
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])
