@@ -24,7 +24,7 @@ import tyro
 
 from benchmarks import harness
 from jaxpipe.schedule import Costs, Schedule, build, device_clock
-from jaxpipe.schedule.catalog import executable
+from jaxpipe.schedule.catalog import entries
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError
@@ -36,7 +36,7 @@ _ROUNDING = 1e-9
 def named(p: int, m: int, layers: Sequence[Costs], limit: float) -> Iterator[Schedule]:
     """Every named schedule of equal chunks that fits the limit."""
     found = {}
-    for entry in executable():
+    for entry in entries():
         for chunks in range(1, _MOST_CHUNKS + 1):
             if entry.name == "auto" or len(layers) % (p * chunks):
                 continue

@@ -26,7 +26,7 @@ def main() -> None:
         schedule = build(entry.name, **shape)
         free, device, _ = timelines(schedule, cut_layers(LAYERS, schedule.placement)[1])
         names.append(f"{entry.name}, v={schedule.num_chunks}")
-        bubbles.append((100 * free.bubble_ratio, 100 * device.bubble_ratio if device else 0))
+        bubbles.append((100 * free.bubble_ratio, 100 * device.bubble_ratio))
         peaks.append(free.in_full_stages(max(free.peak_in_flight)))
     figure = Figure(figsize=(9, 0.28 * len(names)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(5, 3))
@@ -34,7 +34,7 @@ def main() -> None:
     for shift, color, clock in ((-0.2, "#9dbdf0", "free-running"), (0.2, "#27518f", "device")):
         values = [pair[shift > 0] for pair in bubbles]
         bars = left.barh([n + shift for n in places], values, 0.38, color=color, label=clock)
-        left.bar_label(bars, [f"{value:.1f}" if value else "" for value in values], fontsize=6)
+        left.bar_label(bars, [f"{value:.1f}" for value in values], fontsize=6)
     right.bar_label(right.barh(places, peaks, 0.6, color="#4f7f30"), fmt="{:g}", fontsize=7)
     left.set(xlabel="bubble ratio, %", yticks=places, yticklabels=names)
     left.margins(x=0.05, y=0.01)

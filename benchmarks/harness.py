@@ -33,14 +33,14 @@ def simulate(num_devices: int) -> None:
     os.environ["XLA_FLAGS"] = f"{_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
 
-def executable() -> tuple[str, ...]:
-    """The names of all schedules that can be executed, not only simulated."""
-    return tuple(entry.name for entry in catalog.executable())
+def every_schedule() -> tuple[str, ...]:
+    """The names of all schedules."""
+    return tuple(entry.name for entry in catalog.entries())
 
 
 def chosen(names: Sequence[str]) -> Sequence[str]:
-    """The names of an option; "all" stands for every schedule that can be executed."""
-    return executable() if tuple(names) == ("all",) else names
+    """The names of an option; "all" stands for every schedule."""
+    return every_schedule() if tuple(names) == ("all",) else names
 
 
 def note(text: str) -> None:

@@ -227,7 +227,7 @@ def prediction(everything: bool) -> list[dict[str, Any]]:
     """Every case at ``STAGES`` stages."""
     cases = subset()
     if everything:
-        names = harness.executable()
+        names = harness.every_schedule()
         cases = list(itertools.product(names, REMAT_POLICIES, (0, 3), MICROBATCHES))
     found = []
     for number, case in enumerate(cases):

@@ -65,7 +65,7 @@ def main(stages: int = 64, microbatches: int = 1024, names: tuple[str, ...] = ()
       microbatches: m.
       names: schedules to measure; all closed-form ones by default.
     """
-    chosen = names or tuple(name for name in harness.executable() if name not in _SEARCHES)
+    chosen = names or tuple(name for name in harness.every_schedule() if name not in _SEARCHES)
     fresh = multiprocessing.get_context("spawn")
     rows = []
     for name in chosen:

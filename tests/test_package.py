@@ -16,8 +16,6 @@ from mypy import api
 
 import jaxpipe
 from jaxpipe.cli import main
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.check.validate import simulated_only
 
 TOP = Path(__file__).parents[1]
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
@@ -90,12 +88,6 @@ def test_the_extras_for_gpus_are_extras_of_jax():
 def test_the_command_prints_its_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"jaxpipe {jaxpipe.__version__}\n"
-
-
-def test_the_catalogue_knows_what_can_be_executed():
-    for entry in catalog.BUILT_IN:
-        schedule = catalog.build(entry.name, stages=2, microbatches=4)
-        assert entry.executable == (not any(simulated_only(schedule))), entry.name
 
 
 def test_no_test_has_a_time_limit_of_its_own():

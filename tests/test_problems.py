@@ -18,9 +18,8 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.interleaved import interleaved
-from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import Memory, partition
-from jaxpipe.schedule.placement import linear, mirrored
+from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.problems import ArgumentError, Problem
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
@@ -159,12 +158,10 @@ REFUSED = {
     "2bw": partial(SteadyState, 4, 2, "2bw"),
     "segment": partial(SteadyState, 2, 2, recompute_segment=3),
     "few layers": partial(partition, [1] * 3, linear(4)),
-    "copies": partial(partition, [1] * 4, mirrored(2)),
     "memory": partial(partition, [1] * 4, linear(4), memory=Memory([1] * 4, [1] * 4, 1, 1)),
     "registered": partial(catalog.register, "1f1b"),
     "own file": partial(user.load, "mine.csv", num_stages=4, num_microbatches=8),
     "own function": partial(user.load, "mine:f", num_stages=None, num_microbatches=8),
-    "simulated": lambda: lower(catalog.build("chimera", stages=2, microbatches=2), [1] * 4),
     "mesh": partial(jaxpipe.make_mesh, stage=0, data=-1),
     "devices": partial(jaxpipe.make_mesh, stage=1000, data=1000),
     "stages": partial(one_layer, stages=2),

@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxpipe import schedules
 from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
-from jaxpipe.errors import refuse
 from jaxpipe.files import read_json, write_whole
 from jaxpipe.planning.plans import UNROLLED_LAYERS
 from jaxpipe.schedule import (
@@ -22,7 +21,6 @@ from jaxpipe.schedule import (
     from_json,
     is_users,
     lower,
-    simulated_only,
     to_json,
 )
 from train.config import Config
@@ -138,14 +136,8 @@ def order(config: Config) -> Schedule:
       config: only the number of layers, ``mesh.stage``, ``pipeline.*`` and ``costs.*`` are read.
 
     Raises:
-      ValueError: as in `jaxpipe.schedules.build`, or it can only be simulated.
+      ValueError: as in `jaxpipe.schedules.build`.
     """
-    schedule = _order(config)
-    refuse(simulated_only(schedule))
-    return schedule
-
-
-def _order(config: Config) -> Schedule:
     pipeline, name = config.pipeline, config.pipeline.schedule
     if chooses_placement(config):
         return searched(config, [1.0] * config.num_layers)

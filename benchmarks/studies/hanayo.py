@@ -18,7 +18,7 @@ from typing import Any
 import tyro
 
 from benchmarks import harness
-from benchmarks.studies import common
+from benchmarks.studies import chimera, common
 from jaxpipe.planning import cost, devices
 from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
@@ -35,7 +35,7 @@ METHODS = {
     "GPipe": ("gpipe-fused", (1,)),
     "1F1B": ("1f1b-fused", (1,)),
     "interleaved": ("interleaved-fused", (2, 4)),
-    "Chimera": ("chimera-fused", (1,)),
+    "Chimera": ("chimera", (1,)),
     "Hanayo": ("hanayo-fused", (2, 4, 8)),
 }
 """Names and chunks per stage; Hanayo has half as many waves. All backwards are fused."""
@@ -76,10 +76,16 @@ class Timed:
 
 def timed(placed: PlacedPlan) -> Timed:
     """Layers, messages and sums of gradients; embedding and head, equal for all, are left out."""
-    plan, copies = placed.plan, 2 if placed.plan.schedule == "chimera-fused" else 1
-    order = order_of(plan.schedule, plan.stage, plan.chunks, plan.microbatches)
+    plan, copies = placed.plan, 2 if placed.plan.schedule == "chimera" else 1
     layer, layers = cost.layer_costs(placed), placed.model.num_layers / plan.num_chunks
     costs = Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
+    if copies == 2:
+        peak = chimera.peak(plan.stage, plan.microbatches)
+        makespan = chimera.makespan(plan.stage, plan.microbatches, costs)
+    else:
+        order = order_of(plan.schedule, plan.stage, plan.chunks, plan.microbatches)
+        assert order.peak_in_flight is not None
+        peak, makespan = max(order.peak_in_flight), simulate(order, costs).makespan
     sharers = plan.data * copies
     moved = 2 * (sharers - 1) / sharers * 4 * copies * placed.stage_parameters
     # The copies of a stage lie p / 2 stages apart.
@@ -87,11 +93,9 @@ def timed(placed: PlacedPlan) -> Timed:
     kept = placed.mean("until_b") + placed.mean("until_w")
     return Timed(
         placed,
-        simulate(order, costs).makespan + sums,
+        makespan + sums,
         sums,
-        STATE_BYTES * copies * placed.stage_parameters
-        + max(order.peak_in_flight) * layers * kept
-        + placed.mean("live"),
+        STATE_BYTES * copies * placed.stage_parameters + peak * layers * kept + placed.mean("live"),
     )
 
 
@@ -181,11 +185,8 @@ def bubbles(stages: int = 8) -> list[dict[str, Any]]:
                 "formula": f"{formula:.3f}",
             }
         )
-    order = order_of("chimera-fused", stages, 1, stages)
-    rows.append(
-        {"order": "Chimera", "simulated": simulate(order, UNIT).bubble_ratio, "formula": ""}
-    )
-    return rows
+    ratio = 1 - 3 * stages / chimera.makespan(stages, stages, UNIT)
+    return [*rows, {"order": "Chimera", "simulated": ratio, "formula": ""}]
 
 
 def picture(rows: Sequence[dict[str, Any]]) -> Any:

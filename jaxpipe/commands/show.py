@@ -100,7 +100,7 @@ def show(
       memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
       recompute_segment: for an asynchronous method, stages that run forward again together.
       clock: device, the clock of the program on GPUs; or free, as papers draw it, on which stages
-        wait only for inputs. By default device if the schedule can be executed. A page has both.
+        wait only for inputs. A page has both.
       format: what to write; by default the format of --out's ending, or else text. html is a page
         to look into with a browser: zoom, what is where, tick by tick, memory.
       out: the file to write; without it, the schedule goes to standard output.
@@ -237,7 +237,7 @@ def _in_format(
         f"idle, per stage: {idle}",
         f"peak in flight, per stage: {peaks}",
     ]
-    if schedule.name == "auto" and clocks.device is not None:
+    if schedule.name == "auto":
         lines.append(gap(clocks.device))
     if width is not None:
         lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]

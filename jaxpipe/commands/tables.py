@@ -199,8 +199,7 @@ def _print_rows(
         peak = free.in_full_stages(max(free.peak_in_flight))
         cells = [free.schedule.name, str(free.schedule.num_chunks), f"{peak:g}"]
         cells.append(f"{free.bubble_ratio:.1%}")
-        # A schedule that can only be simulated has no time on devices.
-        cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"] if device else ["-", "-"]
+        cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"]
         cells += [f"{max(free.stage_bytes(**sizes)) / 1e9:.4g}"] if sizes else []
         rows.append(cells)
     print_table(console, columns, rows)

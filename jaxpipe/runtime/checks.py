@@ -29,7 +29,6 @@ from jaxpipe.runtime.trees import (
 )
 from jaxpipe.runtime.types import Key, Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
-from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.problems import Problem
 
 
@@ -91,7 +90,6 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
         rule = f"it was built for {schedule.num_stages} stages"
         nearest = {axes.stage: schedule.num_stages}
         yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
-    yield from simulated_only(schedule)
     if schedule.name in GUESTS:
         rule = "is no order of one step: AsyncPipeline executes it, made from a Pipeline of one"
         yield Problem("schedule", schedule.name, rule, ("1f1b",))

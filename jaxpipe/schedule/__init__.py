@@ -43,7 +43,7 @@ Example:
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
-from jaxpipe.schedule.check.validate import ScheduleError, simulated_only, validate
+from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.formats.user import is_users
@@ -81,7 +81,6 @@ __all__ = [
     "partition",
     "register",
     "simulate",
-    "simulated_only",
     "timelines",
     "to_json",
     "trace",

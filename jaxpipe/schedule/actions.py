@@ -80,8 +80,7 @@ class Schedule:
     Args:
       name: the schedule's name, as the registry and the command line spell it.
       placement: which stage holds which virtual stage.
-      num_microbatches: m; every virtual stage runs microbatches 0..m-1. With several copies of the
-        model (`Placement.num_copies`), each runs its own m.
+      num_microbatches: m; every virtual stage runs microbatches 0..m-1.
       orders: ``orders[d]`` is what stage ``d`` runs, in order.
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
         keeps from F to the action that frees them (W, or the fused backward). The validator checks
@@ -97,11 +96,6 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
     overlapped: tuple[Action, ...] = ()
-
-    @property
-    def batch_microbatches(self) -> int:
-        """The m of the batch: the sum over all copies of the model."""
-        return self.num_microbatches * self.placement.num_copies
 
     @property
     def mixes_backwards(self) -> bool:
@@ -164,8 +158,7 @@ def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> lis
 
     Args:
       action: the action that waits.
-      num_virtual_stages: length of the model in virtual stages; if a placement has several copies
-        of it, the length of one.
+      num_virtual_stages: length of the model in virtual stages.
       split: whether backwards in this schedule are B and W (True) or BW (False).
     """
     s, i = action.virtual_stage, action.microbatch

@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.breadth_first import breadth_first, modular
-from jaxpipe.schedule.generators.chimera import chimera
 from jaxpipe.schedule.generators.dualpipe import dualpipe_v, dualpipe_v_published
 from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.generators.hanayo import hanayo
@@ -44,7 +43,6 @@ class Entry:
       source: the paper.
       chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
       multiples: numbers that must be multiples of another, by parameter.
-      executable: whether the runtime can execute it; if not, it can only be simulated.
       reordered: whether `catalog.build` orders it anew for the costs it is given.
     """
 
@@ -54,7 +52,6 @@ class Entry:
     source: str
     chunks: int | None = 1
     multiples: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    executable: bool = True
     reordered: bool = False
 
     @cached_property
@@ -171,14 +168,4 @@ BUILT_IN = (
         chunks=2,
     ),
     Entry("auto", cached(auto), "Placement and order searched for devices", "jaxpipe", chunks=None),
-    *_with_fused(
-        Entry(
-            "chimera",
-            chimera,
-            "Two model copies, opposite directions",
-            "arXiv 2107.06925",
-            multiples={"num_microbatches": 2},
-            executable=False,
-        )
-    ),
 )

@@ -34,11 +34,6 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_entries.values())
 
 
-def executable() -> tuple[Entry, ...]:
-    """Returns the entries that the runtime can execute."""
-    return tuple(entry for entry in entries() if entry.executable)
-
-
 def register(name: str) -> Callable[[Generate], Generate]:
     """Adds a schedule of your own to the registry, for this process.
 

@@ -16,10 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE, TickTable
-from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import (
     Costs,
     TimedAction,
@@ -49,7 +47,7 @@ def device_clock(
 
     Raises:
       ScheduleError: the schedule cannot run.
-      ValueError: it can only be simulated, or there is not one cost for every virtual stage.
+      ValueError: there is not one cost for every virtual stage.
 
     Example:
       >>> from jaxpipe.schedule.generators.v_schedules import zb_v
@@ -81,24 +79,15 @@ Clock = Literal["free", "device"]
 
 
 class Timelines(NamedTuple):
-    """A schedule on both clocks; ``device`` is None if it can only be simulated, ``measured`` if it
-    has not run."""
+    """A schedule on both clocks; ``measured`` is None if it has not run."""
 
     free_running: Timeline
-    device: Timeline | None
+    device: Timeline
     measured: Timeline | None = None
 
     def on(self, clock: Clock | None = None) -> Timeline:
-        """The timeline of one clock; without one, of devices if the schedule can be executed.
-
-        Raises:
-          ArgumentError: the schedule can only be simulated, and has no device clock.
-        """
-        if clock == "device" and self.device is None:
-            rule = "is for schedules that can be executed, and $name can only be simulated"
-            others = {"name": self.free_running.schedule.name}
-            refuse([Problem("clock", clock, rule, {"clock": "free"}, others)])
-        return self.free_running if clock == "free" or self.device is None else self.device
+        """The timeline of one clock; without one, that of devices."""
+        return self.free_running if clock == "free" else self.device
 
 
 def timelines(
@@ -110,8 +99,7 @@ def timelines(
       measured: a step that ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
         ``measured.costs`` are the mean times of its actions.
     """
-    executed = None if any(simulated_only(schedule)) else device_clock(schedule, costs)
-    return Timelines(simulate(schedule, costs), executed, measured)
+    return Timelines(simulate(schedule, costs), device_clock(schedule, costs), measured)
 
 
 def replay(

@@ -59,7 +59,7 @@ def partition(
     Args:
       layer_costs: F + B + W of every layer, in any one unit, above 0. ``[1] * num_layers`` for
         layers that are all alike.
-      placement: placement of one copy of the model.
+      placement: placement of the chunks.
       memory: no chunk takes more; None for no limit.
 
     Returns:
@@ -155,7 +155,7 @@ def cut_layers(
 
     Args:
       layer_costs: costs of every layer, in model order; at least one per virtual stage.
-      placement: placement of one copy of the model, or of several, which are cut alike.
+      placement: placement of the chunks.
 
     Returns:
       The layers and the costs of every virtual stage; a chunk's message is that of its last layer,
@@ -167,21 +167,18 @@ def cut_layers(
       >>> counts, costs[0]
       ((2, 1), Costs(f=2.0, b=2.0, w=2.0, message=0.0, overlap=0.0))
     """
-    single_copy = Placement(placement.stages[: placement.depth])
-    counts = partition([cost.f + cost.b + cost.w for cost in layer_costs], single_copy)
+    counts = partition([cost.f + cost.b + cost.w for cost in layer_costs], placement)
     layers, chunks = iter(layer_costs), []
     for count in counts:
         chunk_layers = list(itertools.islice(layers, count))
         f, b, w = (math.fsum(getattr(cost, kind) for cost in chunk_layers) for kind in "fbw")
         chunks.append(dataclasses.replace(chunk_layers[-1], f=f, b=b, w=w))
-    return counts * placement.num_copies, tuple(chunks) * placement.num_copies
+    return counts, tuple(chunks)
 
 
 def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | None) -> None:
     problems = []
     num_layers, needed = len(layer_costs), placement.num_virtual_stages
-    if placement.num_copies != 1:
-        problems.append(Problem("placement", placement, "must be of one copy of the model"))
     if num_layers < needed:
         rule = f"of {num_layers} layers cannot fill {needed} virtual stages: each needs a layer"
         problems.append(Problem("layer_costs", None, rule, note=f"Nearest valid: {needed} layers."))

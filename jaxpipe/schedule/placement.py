@@ -17,8 +17,6 @@ class Placement:
     Args:
       stages: ``stages[s]`` is the stage (0-based) that holds virtual stage ``s``. Every stage holds
         the same number of virtual stages.
-      num_copies: how many copies of the model's weights these virtual stages form; several copies
-        follow each other in ``stages``, and nothing passes from one copy to the next.
 
     Example:
       >>> linear(3).stages
@@ -28,7 +26,6 @@ class Placement:
     """
 
     stages: tuple[int, ...]
-    num_copies: int = 1
 
     @cached_property
     def num_stages(self) -> int:
@@ -38,21 +35,14 @@ class Placement:
     def num_virtual_stages(self) -> int:
         return len(self.stages)
 
-    @property
-    def depth(self) -> int:
-        """The number of virtual stages a microbatch goes through: one copy's; at least 1."""
-        # `validate` counts with any placement before it refuses it.
-        return max(1, len(self.stages) // max(1, self.num_copies))
-
     @cached_property
     def num_chunks(self) -> int:
-        """The chunks of a stage, of one copy of the model."""
-        return len(self.stages) // self.num_stages // self.num_copies
+        """The chunks of a stage."""
+        return len(self.stages) // self.num_stages
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage, counted over
-        all copies; modulo `num_chunks` it is the number within its own copy."""
+        """``chunks[s]`` is the chunk number of virtual stage ``s`` on its own stage."""
         seen = [0] * self.num_stages
         numbers = []
         for stage in self.stages:
@@ -90,13 +80,3 @@ def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
     """
     down = tuple(range(num_stages))
     return Placement((down + down[::-1]) * num_waves)
-
-
-def mirrored(num_stages: int) -> Placement:
-    """Places two copies of the model, one in each direction (bidirectional pipelines).
-
-    Example:
-      >>> mirrored(3)
-      Placement(stages=(0, 1, 2, 2, 1, 0), num_copies=2)
-    """
-    return Placement(wave(num_stages).stages, num_copies=2)

@@ -164,15 +164,14 @@ class Timeline:
         return chunks / self.schedule.num_chunks
 
     def stage_bytes(self, *, weight_bytes: float, activation_bytes: float) -> tuple[float, ...]:
-        """Adds up the bytes of each stage's copies of the weights and its activations at the peak.
+        """Adds up the bytes of each stage's weights and its activations at the peak.
 
         Args:
-          weight_bytes: bytes of one copy of a full stage: weights, gradients and optimizer state.
+          weight_bytes: bytes of a full stage: weights, gradients and optimizer state.
           activation_bytes: kept by one microbatch on a full stage.
         """
-        weights = self.schedule.placement.num_copies * weight_bytes
         peaks = map(self.in_full_stages, self.peak_in_flight)
-        return tuple(weights + peak * activation_bytes for peak in peaks)
+        return tuple(weight_bytes + peak * activation_bytes for peak in peaks)
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:

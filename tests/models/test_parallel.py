@@ -146,7 +146,7 @@ def test_results_equal_those_of_the_whole_model_everywhere(name):
         if config.num_experts and config.capacity_factor is None:
             meshes = meshes + DROPLESS
     one_tree = MODULES[type(config)].model(config).layers_are_alike
-    for n, entry in enumerate(catalog.executable()):
+    for n, entry in enumerate(catalog.entries()):
         weights = "unrolled" if one_tree and n % 3 == 0 else "stacked"
         remat = ("none", "dots", "full")[n // 2 % 3]
         check(

@@ -101,7 +101,7 @@ def test_every_pair_of_values(name):
     stages, shards = (2,) if name.startswith("split") else (2, 4), ((1, 1), (2, 1), (2, 2))
     one_tree = toys.named(name).model.layers_are_alike
     weights = ("stacked", "unrolled") if one_tree else ("stacked",)
-    schedules = [entry.name for entry in catalog.executable()]
+    schedules = [entry.name for entry in catalog.entries()]
     grid = itertools.product(schedules, stages, shards, ZERO, REMAT, weights, (False, True))
     cases = [case for case in grid if case[2] != (1, 1) or case[3] == 0]
     for schedule, stage, (data, replica), zero, remat, layout, keyed in covering(cases):

@@ -335,7 +335,6 @@ OPTIONS = [
     ("stacked", {"zero": 3, "weight_slots": 0}, "weight_slots=0 holds no chunk.\nNearest valid: 1"),
     ("stacked", {"weight_slots": "2"}, "weight_slots='2' holds no chunk."),
     ("stacked", {"layer_counts": 4}, "layer_counts=4 is no sequence of numbers."),
-    ("stacked", {"schedule": "chimera"}, "'chimera' can only be simulated: it needs 2 copies"),
     # The dtype that layers compute in.
     (
         *("stacked", {"compute_dtype": "bf17"}),
@@ -434,7 +433,7 @@ def test_the_name_of_a_schedule_is_that_schedule_for_the_mesh():
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_every_schedule_takes_the_default_microbatches(num_stages):
     mesh = jaxpipe.make_mesh(stage=num_stages)
-    for entry in jaxpipe.schedules.executable():
+    for entry in jaxpipe.schedules.entries():
         schedule, problems = named_schedule(entry.name, mesh, Axes(), None)
         assert problems == []
         assert schedule.num_microbatches == 2 * num_stages

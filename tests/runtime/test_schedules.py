@@ -19,7 +19,7 @@ from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE, TickTable
 
-NAMES = [entry.name for entry in catalog.executable()]
+NAMES = [entry.name for entry in catalog.entries()]
 MOVING = [
     {"weight_slots": slots, "own_slots": own, "gradient_slots": sums} | parts
     for slots, own, sums, parts in (

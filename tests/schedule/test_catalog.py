@@ -44,7 +44,6 @@ def test_all_failures_of_build_come_together():
         ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
         ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
         ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),
-        ("chimera", {}, r"microbatches=7 .* a multiple of 2\.\nNearest valid: 6, 8\."),
         ("interleaved", {"group": 1}, r"group=1 .* half of stages=4\.\nNearest valid: 2\."),
     ],
 )

@@ -13,16 +13,16 @@ from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, simulate
 
-NAMES = ["1f1b", "interleaved-fused", "zb-v", "dualpipe-v-published", "chimera"]
-"""One of every kind: whole and split backwards, one and several chunks, pairs, copies."""
+NAMES = ["1f1b", "interleaved-fused", "zb-v", "dualpipe-v-published"]
+"""One of every kind: whole and split backwards, one and several chunks, pairs."""
 
 
-@pytest.mark.parametrize("name", NAMES[:-1])
+@pytest.mark.parametrize("name", NAMES)
 def test_messages_arrive_in_time_and_lie_in_their_ticks(name):
     costs = Costs(1, 1.2, 0.8, 0.1)
     schedule = catalog.build(name, stages=3, microbatches=4, costs=costs)
     crossings = sum(a != b for a, b in itertools.pairwise(schedule.placement.stages))
-    for timeline in filter(None, timelines(schedule, costs)):
+    for timeline in timelines(schedule, costs)[:2]:
         messages, moves = exchanges(timeline)
         assert len(messages) == 2 * 4 * crossings
         assert bool(moves) == bool(timeline.ticks)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import (
-    Action,
     Kind,
     Schedule,
     dependencies,
@@ -104,7 +103,7 @@ def test_every_virtual_stage_and_microbatch_once_within_the_promised_memory(sche
 def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, message):
     costs = Costs(costs.f, costs.b, costs.w, message)
     placement = schedule.placement
-    for timeline in filter(None, timelines(schedule, costs)):
+    for timeline in timelines(schedule, costs)[:2]:
         ends = {timed.action: timed.end for row in timeline.rows for timed in row}
         # A fused backward gives what its B would.
         ends |= {split_action(action)[0]: end for action, end in ends.items()}
@@ -113,7 +112,7 @@ def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, mess
                 assert earlier.end <= later.start
             for timed in row:
                 for needed in dependencies(
-                    timed.action, num_virtual_stages=placement.depth, split=True
+                    timed.action, num_virtual_stages=placement.num_virtual_stages, split=True
                 ):
                     travel = message if placement.stages[needed.virtual_stage] != d else 0
                     assert ends[needed] + travel <= timed.start
@@ -132,14 +131,14 @@ def test_the_makespan_alone_is_that_of_the_timeline(schedule, costs, message, gr
 @given(built(), costs)
 def test_devices_are_never_faster_than_free_running(schedule, costs):
     free, device, _ = timelines(schedule, costs)
-    assert device is None or device.makespan >= free.makespan
+    assert device.makespan >= free.makespan
 
 
 @given(built())
 def test_messages_cross_every_boundary_between_stages_once_a_microbatch_and_direction(schedule):
     placement, expected = schedule.placement, collections.Counter()
-    for s, (here, there) in enumerate(itertools.pairwise(placement.stages), start=1):
-        if here != there and s % placement.depth:
+    for here, there in itertools.pairwise(placement.stages):
+        if here != there:
             expected[here, there] += schedule.num_microbatches
             expected[there, here] += schedule.num_microbatches
     sent = exchanges(simulate(schedule, Costs(1, 1, 1))).messages
@@ -214,14 +213,6 @@ def test_hanayo_runs_under_any_cap_that_holds_a_microbatch(p, m, waves, memory_l
     assert schedule.peak_in_flight == (int(2 * waves * min(memory_limit, m)),) * p
 
 
-def test_bubble_of_chimera_at_one_unit():
-    for p in range(2, 17, 2):
-        schedule = catalog.build("chimera-fused", stages=p, microbatches=p)
-        assert simulate(schedule, Costs(1, 1, 1)).makespan == 3 * p + 2 * (p - 2)
-        assert max(peak_in_flight(schedule)) == p
-        assert schedule.num_chunks == 1
-
-
 def test_ticks_by_hand():
     schedule = catalog.build("1f1b-fused", stages=2, microbatches=2)
     assert [[str(action) for action in order] for order in schedule.orders] == [
@@ -252,10 +243,3 @@ def test_schedules_that_cannot_run_are_refused_by_both_clocks():
     for clock in (simulate, device_clock):
         with pytest.raises(ScheduleError, match="Deadlock"):
             clock(stuck, Costs(1, 1, 1))
-
-
-def test_two_copies_of_the_model_pass_nothing_to_each_other():
-    schedule = catalog.build("chimera", stages=3, microbatches=4)
-    assert (schedule.placement.depth, schedule.num_microbatches) == (3, 2)
-    assert schedule.orders[0][0] == Action(0, Kind.F, 0)
-    assert schedule.orders[2][0] == Action(3, Kind.F, 0)

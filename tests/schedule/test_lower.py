@@ -81,7 +81,7 @@ def test_whole_phases_are_two_runs_of_ticks_in_one_direction(name):
     assert rounds.tolist() == [[forwards, table.num_ticks - forwards]]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in catalog.executable()])
+@pytest.mark.parametrize("name", [entry.name for entry in catalog.entries()])
 def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(name):
     shapes = itertools.product(((1, 2), (2, 4), (4, 8), (8, 16)), ((True, False), (False, True)))
     for (stages, microbatches), (overlaps, together) in shapes:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.partition import Memory, chunk_shares, partition
-from jaxpipe.schedule.placement import linear, looped, mirrored, wave
+from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.simulate import Costs, simulate
 
 PLACEMENTS = [linear(1), linear(3), linear(4), looped(2, num_chunks=2), wave(2), wave(3)]
@@ -138,7 +138,6 @@ def test_the_shares_say_what_every_chunk_holds():
         ([1] * 3, linear(4), None, r"layer_costs of 3 layers .*Nearest valid: 4 layers\."),
         ([1, 0, -1], linear(2), None, r"(?s)layer_costs\[1\]=0 .*layer_costs\[2\]=-1 .* above 0"),
         ([1, float("nan")], linear(2), None, r"layer_costs\[1\]=nan "),
-        ([1] * 4, mirrored(2), None, "one copy of the model"),
         ([1] * 2, linear(2), Memory([1], [1, -1], 1, 9), r"(?s)parameter_bytes=.*residual_bytes="),
     ],
 )

@@ -172,7 +172,6 @@ def test_the_grid_marks_the_cells_of_a_deadlock_between_stages():
             {"placement": Placement(("0",))},
             "placement.stages is tuple, and must be a tuple of noth",
         ),
-        ({"placement": Placement((0,), num_copies=1.0)}, r"num_copies=1\.0 is float, and must be"),
         ({"peak_in_flight": 3}, "peak_in_flight is int, and must be a tuple"),
     ],
 )
@@ -232,7 +231,6 @@ def test_no_number_of_missing_actions_takes_long():
         ({"placement": Placement((0,))}, r"virtual stages: stage 1 holds 0, stage 0 holds 1\."),
         ({"placement": Placement((0, 7))}, r"virtual stages: stage 1 holds 0, stage 0 holds 1\."),
         ({"placement": Placement(())}, "same number of virtual stages: it is empty"),
-        ({"placement": Placement((0, 1), num_copies=2)}, "not those of num_copies=2 copies"),
         ({"num_microbatches": 0}, "num_microbatches=0 is below 1"),
         ({"orders": ()}, "There are 0 orders for 2 stages"),
         ({"peak_in_flight": (1,)}, "peak_in_flight has 1 values for 2 stages"),

@@ -65,7 +65,6 @@ RULES = [
         },
         "Nearest valid: 1.",
     ),
-    ({"pipeline.schedule": "chimera"}, "Nearest valid: 'hanayo', 'dualpipe-v'."),
     ({"asynchronous.warmup_steps": 3}, "Nearest valid: 0, or pipeline.schedule=pipemare."),
     ({"pipeline.schedule": "pipemare", "pipeline.weights": "unrolled"}, "Nearest valid: stacked."),
     (

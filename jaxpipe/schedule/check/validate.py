@@ -12,7 +12,6 @@ from typing import Any
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.problems import Problem
 
 _SHOWN_PROBLEMS = 8
 _MAX_MISSING = 1000
@@ -66,14 +65,6 @@ def validate(schedule: Schedule, *, spell: Callable[[Action], str] = str) -> Non
         raise ScheduleError(_message(schedule, problems, walked.ticks, spell))
 
 
-def simulated_only(schedule: Schedule) -> Iterator[Problem]:
-    """Says why a valid schedule can only be simulated; nothing if it can also be executed."""
-    why, copies = "can only be simulated: it", schedule.placement.num_copies
-    if copies > 1:
-        rule = f"{why} needs {copies} copies of the model's weights, and the runtime keeps one"
-        yield Problem("schedule", schedule.name, rule, ("hanayo", "dualpipe-v"))
-
-
 # The kinds one virtual stage has run for one microbatch, as bits.
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.W: 4, Kind.BW: 8}
 _SPLIT, _FUSED = _BIT[Kind.B] | _BIT[Kind.W], _BIT[Kind.BW]
@@ -113,11 +104,6 @@ class _Checks:
             )
             counts = f"stage {least} holds {chunks_of[least]}, stage {most} holds {chunks_of[most]}"
             yield _Fault(f"{uneven}: {counts}.")
-        elif placement.num_copies < 1 or chunks_of[0] % placement.num_copies:
-            yield _Fault(
-                f"{chunks_of[0]} virtual stages on every stage are not those of num_copies="
-                f"{placement.num_copies} copies of a model."
-            )
         else:
             m, orders, promise = schedule.num_microbatches, schedule.orders, schedule.peak_in_flight
             if m < 1:
@@ -308,9 +294,7 @@ def _values(schedule: Schedule) -> Iterator[_Value]:
     integers = "a tuple of nothing but int"
     yield "placement", placement, isinstance(placement, Placement), "a Placement"
     if isinstance(placement, Placement):
-        stages, copies = placement.stages, placement.num_copies
-        yield "placement.stages", stages, _is_row(stages, int), integers
-        yield f"num_copies={copies!r}", copies, isinstance(copies, int), "int"
+        yield "placement.stages", placement.stages, _is_row(placement.stages, int), integers
     yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
     yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")

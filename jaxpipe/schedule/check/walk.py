@@ -56,7 +56,7 @@ class Results:
         place = action.kind, action.virtual_stage
         if (numbers := self._firsts.get(place)) is None:
             first = dataclasses.replace(action, microbatch=0)
-            depth = self._schedule.placement.depth
+            depth = max(1, self._schedule.placement.num_virtual_stages)
             needed = dependencies(first, num_virtual_stages=depth, split=True)
             numbers = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
             self._firsts[place] = numbers

@@ -38,7 +38,6 @@ def write_csv(schedule: Schedule) -> str:
 
     Raises:
       ScheduleError: the schedule cannot run.
-      ValueError: its placement has several copies of the model.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -46,12 +45,6 @@ def write_csv(schedule: Schedule) -> str:
       0F0,,,0I0,0W0
       ,1F0,1I0,1W0,
     """
-    copies = schedule.placement.num_copies
-    if copies > 1:
-        raise ValueError(
-            f"Schedule {schedule.name!r} keeps {copies} copies of the model, which PyTorch's CSV "
-            "cannot say."
-        )
     table = ticks(schedule)
     num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()

@@ -23,7 +23,6 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     return {
         "name": schedule.name,
         "stages": list(schedule.placement.stages),
-        "num_copies": schedule.placement.num_copies,
         "num_microbatches": schedule.num_microbatches,
         "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
@@ -46,7 +45,7 @@ def from_json(data: Any) -> Schedule:
         peak = data["peak_in_flight"]
         schedule = Schedule(
             name=str(data["name"]),
-            placement=Placement(tuple(data["stages"]), data["num_copies"]),
+            placement=Placement(tuple(data["stages"])),
             num_microbatches=data["num_microbatches"],
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),

@@ -75,7 +75,6 @@ def load(
         schedule = read_csv(name)
     except OSError as error:
         raise ArgumentError([Problem("name", name, f"cannot be read: {error.strerror}")]) from None
-    # A file holds one copy of the model, so its number of microbatches is the batch's.
     own = {argument: getattr(schedule, argument) for argument in wanted}
     if own != wanted:
         rule = f"is not a schedule for {' and '.join(f'${argument}' for argument in wanted)}"
@@ -131,7 +130,7 @@ def call_user(
         raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")
     schedule = dataclasses.replace(schedule, name=name)
     validate(schedule)
-    made = (schedule.num_stages, schedule.batch_microbatches)
+    made = (schedule.num_stages, schedule.num_microbatches)
     if made != (stages, microbatches):
         raise ValueError(
             f"{name} returned a schedule of {made[0]} stages and {made[1]} microbatches, and was "

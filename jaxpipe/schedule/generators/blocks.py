@@ -27,7 +27,7 @@ class Block:
     """Start times of one microbatch's passes on every stage, in units of one pass.
 
     Args:
-      placement: placement of one copy of the model.
+      placement: placement of the model.
       starts: ``starts[d]`` is when stage ``d`` starts F of each of its chunks, in model order; then
         B of each, from the last chunk to the first; then W in the order of B. All stages are on one
         clock.
@@ -176,7 +176,7 @@ def closest_block(
       >>> closest_block(wave(1), fused=True).starts
       ((0, 1, 2, 4, 3, 5),)
     """
-    chunks, depth = placement.num_chunks, placement.depth
+    chunks, depth = placement.num_chunks, placement.num_virtual_stages
     rows: list[list[int]] = [[] for _ in range(placement.num_stages)]
     taken: list[set[int]] = [set() for _ in rows]
     arrival, before = 0, placement.stages[0]

@@ -66,9 +66,8 @@ def run_stages(
     All microbatches can enter at once; a message between two stages takes ``message``.
     """
     readers = _readers(stages, placement)
-    for first in range(0, placement.num_virtual_stages, placement.depth):
-        entrance = stages[placement.stages[first]]
-        entrance.arrivals[entrance.passes.index((Kind.F, first))] = [0.0] * num_microbatches
+    entrance = stages[placement.stages[0]]
+    entrance.arrivals[entrance.passes.index((Kind.F, 0))] = [0.0] * num_microbatches
     events = [(0.0, d) for d in range(len(stages))]
     while events:
         now, d = heapq.heappop(events)
@@ -99,9 +98,9 @@ def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tu
 
     def of(d: int, stage: Stage, kind: Kind, s: int) -> Iterator[tuple[int, int]]:
         if kind is Kind.F:
-            yield places[(Kind.F, s + 1) if (s + 1) % placement.depth else (Kind.B, s)]
+            yield places[(Kind.F, s + 1) if s + 1 < placement.num_virtual_stages else (Kind.B, s)]
         elif kind is not Kind.W:
-            if s % placement.depth:
+            if s:
                 yield places[Kind.B, s - 1]
             if kind is Kind.B:
                 yield d, len(stage.passes) - 1

@@ -5,12 +5,12 @@ Placements on which passes meet on a stage in ways that no short formula describ
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.generators import events
+from jaxpipe.schedule.generators.earliest import HELD
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import UNIT
 
@@ -26,8 +26,8 @@ def list_schedule(
     precede a forward, which would open gaps that no other backward fits.
 
     Args:
-      limits: per virtual stage, how many chunks its stage may hold, of the same copy of the model,
-        before the virtual stage starts another forward. At least 1, and growing from chunk to chunk
+      limits: per virtual stage, how many chunks its stage may hold before the virtual stage starts
+        another forward. At least 1, and growing from chunk to chunk
         of a stage, so that the farthest microbatch always finds room and nothing stops.
       fused: run B and W of a microbatch as one action.
     """
@@ -48,25 +48,20 @@ class _UrgentStage(events.Stage):
         backward = Kind.BW if fused else Kind.B
         # B first: it wins where a forward is due at the same time.
         passes = [(kind, s) for kind in (backward, Kind.F) for s in own_stages]
-        depth = placement.depth
+        depth = placement.num_virtual_stages
         self.due = [
-            s % depth if kind is Kind.F else depth + UNIT.of(kind) * (depth - 1 - s % depth)
-            for kind, s in passes
+            s if kind is Kind.F else depth + UNIT.of(kind) * (depth - 1 - s) for kind, s in passes
         ]
-        self.pace = 3 * len(own_stages) / placement.num_copies / 2
+        self.pace = 3 * len(own_stages) / 2
         self.limits = [limits[s] if kind is Kind.F else math.inf for kind, s in passes]
-        self.copy_of = [s // depth for _, s in passes]
-        self.in_flight = [0] * placement.num_copies
-        self.pending: collections.deque[int] = collections.deque()  # copies whose W is next
+        self.in_flight = self.pending = 0  # chunks kept, and those whose W is next
         passes += [] if fused else [(Kind.W, own_stages[0])]
         super().__init__(passes, [UNIT.of(kind) for kind, _ in passes])
 
     def choose(self, now: float) -> int | None:
         best, earliest = None, math.inf
         for number, first_due in enumerate(self.due):
-            if not self.is_ready(number, now):
-                continue
-            if self.in_flight[self.copy_of[number]] >= self.limits[number]:
+            if not self.is_ready(number, now) or self.in_flight >= self.limits[number]:
                 continue
             due = first_due + self.pace * self.done[number]
             if due < earliest:
@@ -76,11 +71,5 @@ class _UrgentStage(events.Stage):
     def start(self, number: int, now: float) -> None:
         super().start(number, now)
         kind = self.passes[number][0]
-        if kind is Kind.W:
-            self.in_flight[self.pending.popleft()] -= 1
-        elif kind is Kind.F:
-            self.in_flight[self.copy_of[number]] += 1
-        elif kind is Kind.B:
-            self.pending.append(self.copy_of[number])
-        else:
-            self.in_flight[self.copy_of[number]] -= 1
+        self.in_flight += HELD[kind]
+        self.pending += {Kind.B: 1, Kind.W: -1}.get(kind, 0)

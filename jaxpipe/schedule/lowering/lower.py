@@ -33,7 +33,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, TickTable
 from jaxpipe.schedule.lowering.transfers import (
     ChunkSlots,
@@ -42,7 +41,6 @@ from jaxpipe.schedule.lowering.transfers import (
     columns_of,
     held_chunks,
 )
-from jaxpipe.schedule.problems import refuse
 
 
 class Phase(enum.IntEnum):
@@ -89,9 +87,6 @@ def lower(
       overlaps: whether messages travel while layers run, as on GPUs. XLA for CPUs runs one after
         the other: there no message is late.
 
-    Raises:
-      ValueError: the schedule can only be simulated.
-
     Example:
       >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
@@ -112,7 +107,6 @@ def lowering(
     overlaps: bool = True,
 ) -> Lowering:
     """Does the part of `lower` that does not depend on how chunks move over data."""
-    refuse(simulated_only(schedule))
     columns, counts = columns_of(schedule), tuple(layer_counts)
     return Lowering(schedule, columns, counts, together=together, overlaps=overlaps)
 

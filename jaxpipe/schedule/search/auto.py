@@ -162,8 +162,8 @@ def _models(
 ) -> list[PlacedModel]:
     """Lists the model on every placement that it allows; refuses what cannot be searched for."""
     problems, others = [], {"num_stages": num_stages}
-    if placement is not None and (placement.num_stages, placement.num_copies) != (num_stages, 1):
-        rule = "it must be of one copy of the model on $num_stages"
+    if placement is not None and placement.num_stages != num_stages:
+        rule = "it must be of $num_stages"
         problems.append(Problem("placement", placement, rule, (), others, "auto"))
     if layer_costs is not None and len(layer_costs) < num_stages:
         rule = f"{len(layer_costs)} layers cannot fill $num_stages: each needs a layer"

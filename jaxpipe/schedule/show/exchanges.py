@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind
-from jaxpipe.schedule.check.validate import simulated_only
 from jaxpipe.schedule.check.walk import Results
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE, TickTable
@@ -74,7 +73,7 @@ def exchanges(timeline: Timeline) -> Exchanges:
     """
     messages = sorted(_messages(timeline), key=lambda message: message.arrives)
     moves: list[Move] = []
-    if timeline.ticks and not any(simulated_only(timeline.schedule)):
+    if timeline.ticks:
         # Chunks move in the same ticks however many layers they have.
         table = lower(timeline.schedule, [1] * len(timeline.costs))
         moves = [*_moves(timeline, table)]

@@ -96,6 +96,6 @@ def caption(timeline: Timeline) -> str:
         chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}"
     return (
         f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
-        f"m={schedule.batch_microbatches}, {chunks}, "
+        f"m={schedule.num_microbatches}, {chunks}, "
         f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
     )
