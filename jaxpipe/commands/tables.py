@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +35,7 @@ _COMPARED = (
     "All are of one model: chunks share the work of a stage. v: chunks per stage. peak: in flight "
     "on the stage that keeps the most, in microbatches of a full stage. Bubbles, by clock: free "
     "waits for inputs alone, as papers draw; device is that of the program on GPUs, and time is on "
-    "it. GB: memory of the stage that needs the most."
+    "it."
 )
 
 
@@ -66,8 +65,6 @@ def compare(
     layer_costs: str | None = None,
     layers: int | None = None,
     devices: Annotated[OnDevices, tyro.conf.arg(name="")] = _NO_DEVICES,
-    weight_bytes: float | None = None,
-    activation_bytes: float | None = None,
     out: Path | None = None,
 ) -> None:
     """Compare schedules that fit one shape on equal models: bubble, time and peak in flight.
@@ -85,9 +82,6 @@ def compare(
       layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
       layers: layers of the whole model; by default two per stage, or per chunk with --chunks.
       devices: a traced model on devices, in place of costs.
-      weight_bytes: bytes of one copy of a full stage's weights, gradients and optimizer state; with
-        --activation-bytes, the memory of a stage is shown, with as many copies as it holds.
-      activation_bytes: bytes that one microbatch keeps on a full stage.
       out: a page to write, .html, on which a browser shows the schedules one above the other, each
         as `show` does.
     """
@@ -101,14 +95,12 @@ def compare(
         rule = "must end in .html: it is a page for a browser"
         refuse([Problem("out", str(out), rule, (str(out.with_suffix(".html")),))])
     if devices.layer_model is not None:
-        bytes_given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
-        costs_given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
-        refuse(_instead(**costs_given, **bytes_given, out=out))
+        given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
+        refuse(_instead(**given, out=out))
         wanted = names or tuple(SCHEDULES)
         shape = {"stages": stages, "microbatches": microbatches}
         _print_predictions(*of_schedules(wanted, devices, **shape, chunks=chosen))
         return
-    sizes = _sizes(weight_bytes, activation_bytes)
     if stage_costs is None and layer_costs is None:
         stage_costs = DEFAULT_COSTS
     costs = {"stage_costs": stage_costs, "layer_costs": layer_costs}
@@ -139,7 +131,7 @@ def compare(
     if not compared:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
     console = output_console()
-    _print_rows(console, compared, sizes)
+    _print_rows(console, compared)
     say(console, _COMPARED)
     if out is not None:
         out.write_text(page(compared), encoding="utf-8")
@@ -174,32 +166,13 @@ def _instead(**given: Any) -> list[Problem]:
     ]
 
 
-def _sizes(weight_bytes: float | None, activation_bytes: float | None) -> dict[str, float] | None:
-    """The bytes of a full stage, as `Timeline.stage_bytes` takes them."""
-    if weight_bytes is None and activation_bytes is None:
-        return None
-    given = {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
-    rule = "must be a number from 0: $weight_bytes and $activation_bytes give the memory together"
-    refuse(
-        Problem(option, size, rule, (), dict.fromkeys(given))
-        for option, size in given.items()
-        if size is None or not 0 <= size < math.inf
-    )
-    assert weight_bytes is not None
-    assert activation_bytes is not None
-    return {"weight_bytes": weight_bytes, "activation_bytes": activation_bytes}
-
-
-def _print_rows(
-    console: Console, compared: Sequence[Timelines], sizes: Mapping[str, float] | None
-) -> None:
-    columns = ["schedule", "v", "peak", "free", "device", "time", *(["GB"] if sizes else [])]
+def _print_rows(console: Console, compared: Sequence[Timelines]) -> None:
+    columns = "schedule", "v", "peak", "free", "device", "time"
     rows = []
     for free, device, _ in compared:
         peak = free.in_full_stages(max(free.peak_in_flight))
         cells = [free.schedule.name, str(free.schedule.num_chunks), f"{peak:g}"]
         cells.append(f"{free.bubble_ratio:.1%}")
         cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"]
-        cells += [f"{max(free.stage_bytes(**sizes)) / 1e9:.4g}"] if sizes else []
         rows.append(cells)
     print_table(console, columns, rows)

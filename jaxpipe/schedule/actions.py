@@ -41,6 +41,10 @@ class Kind(enum.StrEnum):
         return self in (Kind.F, Kind.R)
 
 
+HELD = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
+"""Chunks in flight that an action adds. A chunk's activations are kept from F until W or BW."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Action:
     """One pass of one microbatch through one virtual stage.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
 from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.placement import Placement
@@ -61,9 +61,6 @@ class Costs:
         return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both}[kind]
 
 
-KINDS = Kind.F, Kind.B, Kind.W, Kind.BW
-"""The kinds of action that schedules run."""
-
 MEASURED = "measured"
 """The clock of a timeline that has run: see `jaxpipe.measure.timeline`."""
 
@@ -73,7 +70,7 @@ UNIT = Costs(1, 1, 1)
 
 def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     """Durations of every kind of action, by virtual stage."""
-    return [{kind: cost.of(kind) for kind in KINDS} for cost in costs]
+    return [{kind: cost.of(kind) for kind in HELD} for cost in costs]
 
 
 def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float]:
@@ -162,16 +159,6 @@ class Timeline:
     def in_full_stages(self, chunks: int) -> float:
         """Converts a number of chunk activations to microbatches of a full stage."""
         return chunks / self.schedule.num_chunks
-
-    def stage_bytes(self, *, weight_bytes: float, activation_bytes: float) -> tuple[float, ...]:
-        """Adds up the bytes of each stage's weights and its activations at the peak.
-
-        Args:
-          weight_bytes: bytes of a full stage: weights, gradients and optimizer state.
-          activation_bytes: kept by one microbatch on a full stage.
-        """
-        peaks = map(self.in_full_stages, self.peak_in_flight)
-        return tuple(weight_bytes + peak * activation_bytes for peak in peaks)
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:

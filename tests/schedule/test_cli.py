@@ -112,17 +112,6 @@ def test_compare_takes_chunks_for_schedules_that_let_one_choose(capsys):
     assert re.search(r"zb-v +2 ", printed)
 
 
-def test_compare_adds_the_memory_of_a_stage(capsys):
-    """p=4, m=4: the stage that keeps the most keeps 4 microbatches of 1 GB, beside 10 GB."""
-    shape = "--stages", "4", "--microbatches", "4"
-    sizes = "--weight-bytes", "10e9", "--activation-bytes", "1e9"
-    assert main(["compare", "hanayo", "1f1b", *shape, *sizes]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
-    assert {row[0]: (row[2], row[-1]) for row in rows} == dict.fromkeys(
-        ("hanayo", "1f1b"), ("4", "14")
-    )
-
-
 def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
     build, refused = catalog.build, {"1f1b"}
 
@@ -286,7 +275,6 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three or four numbers"),
         (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
         (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
-        (["compare", *SHAPE, "--weight-bytes", "1"], "--activation-bytes must be a number from 0"),
         (["compare", "1f1b", "zb-v", *SHAPE, "--chunks", "4"], "none of 1f1b, zb-v lets one"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (

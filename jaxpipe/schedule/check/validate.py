@@ -9,7 +9,7 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.check.walk import Walk, walk
 from jaxpipe.schedule.placement import Placement
 
@@ -33,8 +33,7 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
 def chunks_in_flight(order: Sequence[Action]) -> list[int]:
     """The chunk activations a stage keeps after each action: one more by F, one less by the W or BW
     that frees it."""
-    changes = {Kind.F: 1, Kind.B: 0, Kind.W: -1, Kind.BW: -1}
-    return list(itertools.accumulate(changes[action.kind] for action in order))
+    return list(itertools.accumulate(HELD[action.kind] for action in order))
 
 
 def validate(schedule: Schedule, *, spell: Callable[[Action], str] = str) -> None:

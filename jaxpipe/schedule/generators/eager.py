@@ -1,4 +1,4 @@
-"""Running a given order as early as inputs and memory allow, with real costs."""
+"""Running a given order as early as inputs and memory allow, with real costs, its gaps filled."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.check.walk import Results, walk
 from jaxpipe.schedule.generators import events
-from jaxpipe.schedule.generators.earliest import HELD, ROUNDING, earliest
 from jaxpipe.schedule.simulate import Costs, makespan, simulate
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75)
 """Values of patience to try; each of them ends first on some shapes."""
 _LONG = 6_000
 """Number of actions beyond which one order of a schedule is adapted, not several."""
+_ROUNDING = 1e-9
+"""The share of an action by which a gap may be too short: sums of decimals are not exact."""
 
 
 def in_time(schedule: Schedule, costs: Costs) -> Schedule:
@@ -70,7 +72,7 @@ def _one_w_in_a_wait(schedule: Schedule, costs: Costs, ends: float) -> Schedule 
             continue
         orders[d] = (*order[:k], order[later], *order[k:later], *order[later + 1 :])
         moved = dataclasses.replace(schedule, orders=tuple(orders))
-        if makespan(moved, costs) < ends * (1 - ROUNDING):
+        if makespan(moved, costs) < ends * (1 - _ROUNDING):
             return moved
     return None
 
@@ -177,3 +179,72 @@ class EagerStage(events.Stage):
     def start(self, number: int, now: float) -> None:
         super().start(number, now)
         self.in_flight += self.held[number]
+
+
+def earliest(schedule: Schedule, costs: Costs) -> Schedule:
+    """Moves actions into earlier gaps of their stages.
+
+    The actions are taken in the order in which they start. Each goes to the first gap of its stage
+    that follows its inputs and is long enough, an F only if the stage stays within its peak all the
+    way to where the F was. A gap is time in which the stage waits, so nothing else is delayed: no
+    action ever starts later than before.
+
+    Args:
+      schedule: synchronous; its promised peaks in flight are kept.
+      costs: costs of one chunk.
+    """
+    timeline, results = simulate(schedule, costs), Results(schedule)
+    rows = [_Row(cap) for cap in schedule.peak_in_flight or peak_in_flight(schedule)]
+    ends: dict[int, float] = {}
+    # Equal starts are ordered by tick: an action too short to change a float sum starts at the same
+    # time as the one it follows. Actions themselves are never compared.
+    in_time = sorted(
+        (
+            (timed.start, tick, d, timed.action)
+            for d, (row, ticks) in enumerate(zip(timeline.rows, walk(schedule).ticks, strict=True))
+            for timed, tick in zip(row, ticks, strict=True)
+        ),
+        key=lambda entry: entry[:3],
+    )
+    for *_, d, action in in_time:
+        ready = 0.0
+        for needed in results.inputs(action):
+            travel = costs.message if results.stage(needed) != d else 0.0
+            ready = max(ready, ends[needed] + travel)
+        end = rows[d].place(action, ready, costs.of(action.kind))
+        if action.kind is not Kind.W:
+            ends[results.number(action)] = end
+    return dataclasses.replace(schedule, orders=tuple(tuple(row.order) for row in rows))
+
+
+class _Row:
+    """The actions that one stage runs so far, in order, with starts and ends."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap, self.in_flight = cap, 0
+        self.order: list[Action] = []
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+
+    def place(self, action: Action, ready: float, duration: float) -> float:
+        """Puts an action into the first gap that it fits, or behind all others; returns its end."""
+        chosen = len(self.order)
+        start = max(ready, self.ends[-1] if self.ends else 0.0)
+        in_flight = self.in_flight
+        # From the last gap to the first that follows the inputs; the earliest that fits is kept.
+        # `in_flight` counts the chunks before the action at `position`. An F adds one to this count
+        # and to all later ones; once one is at the cap, no earlier gap will do either.
+        for position in reversed(range(len(self.order))):
+            if self.ends[position] <= ready:
+                break
+            in_flight -= HELD[self.order[position].kind]
+            if action.kind is Kind.F and in_flight >= self.cap:
+                break
+            begin = max(ready, self.ends[position - 1] if position else 0.0)
+            if begin + duration * (1 - _ROUNDING) <= self.starts[position]:
+                chosen, start = position, begin
+        self.order.insert(chosen, action)
+        self.starts.insert(chosen, start)
+        self.ends.insert(chosen, start + duration)
+        self.in_flight += HELD[action.kind]
+        return start + duration

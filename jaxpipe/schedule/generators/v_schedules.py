@@ -17,8 +17,7 @@ from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators import block_orders
 from jaxpipe.schedule.generators.block_orders import BlockPlan
 from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
-from jaxpipe.schedule.generators.eager import soonest
-from jaxpipe.schedule.generators.earliest import earliest
+from jaxpipe.schedule.generators.eager import earliest, soonest
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 

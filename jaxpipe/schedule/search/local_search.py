@@ -17,8 +17,7 @@ import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
-from jaxpipe.schedule.generators.earliest import HELD
+from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule, dependencies
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs
 
