@@ -30,7 +30,7 @@ def test_a_schedule_is_shown_written_read_and_timed(folder):
     free, ticked, *held = re.findall(r"[\d.]+", done.stdout)
     assert 0 < float(free) <= float(ticked) < 1
     assert held == ["8"] * 4  # W frees what F keeps, and all of them come last
-    assert run(folder, f"python -c '{derived}'").stdout == "[] 3 (2, 2)\n"
+    assert run(folder, f"python -c '{derived}'").stdout == "3 (2, 2)\n"
 
 
 def test_a_model_is_trained_and_goes_on_with_that_schedule(folder):

@@ -1,8 +1,8 @@
 """Building blocks: when each stage starts the passes of one microbatch, and what follows from that.
 
 Repeated for every microbatch a block is the steady state of a schedule. How long it keeps each
-activation, how much a stage keeps at once, and whether two passes ever meet, can be read off the
-block alone, on any placement and with any number of chunks.
+activation and how much a stage keeps at once can be read off the block alone, on any placement and
+with any number of chunks.
 `jaxpipe.schedule.generators.block_orders` makes whole schedules of blocks.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
-from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.placement import Placement, wave
 
 WORK = 3
@@ -39,8 +38,8 @@ class Block:
     Example:
       >>> from jaxpipe.schedule.placement import linear
       >>> block = Block(linear(2), ((0, 4, 5), (1, 2, 3)), fused=True)
-      >>> block.peaks, block.period, list(block.faults())
-      ((2, 1), 3, [])
+      >>> block.peaks, block.period
+      ((2, 1), 3)
     """
 
     placement: Placement
@@ -78,28 +77,6 @@ class Block:
             - sum((time - end) // self.period + 1 for end in freed)
             for time in range(steady, steady + self.period)
         )
-
-    def faults(self) -> Iterator[str]:
-        """Says why the block cannot be repeated: passes of a stage meet, or start too early."""
-        for stage, row in enumerate(self.starts):
-            slots = [start % self.period for start in row]
-            if len(set(slots)) < len(slots):
-                slot = next(slot for slot in slots if slots.count(slot) > 1)
-                yield f"Passes of stage {stage} meet in slot {slot} of {self.period}."
-        for (kind, s, start), (reader, t, read) in self._chain():
-            if read < start + (2 if self.fused and kind is Kind.B else 1):
-                yield f"{reader} of virtual stage {t} starts before {kind} of {s} has ended."
-
-    def _chain(self) -> Iterator[tuple[tuple[Kind, int, int], tuple[Kind, int, int]]]:
-        """Yields every pass that another pass waits for, and its reader, with their starts."""
-        stages, chunks, v = self.placement.stages, self.placement.chunks, self.num_chunks
-        places = list(enumerate(zip(stages, chunks, strict=True)))
-        forward = [(Kind.F, s, self.starts[d][c]) for s, (d, c) in places]
-        backward = [(Kind.B, s, self.starts[d][2 * v - 1 - c]) for s, (d, c) in places]
-        yield from itertools.pairwise([*forward, *reversed(backward)])
-        for (_, s, start), (_, (d, c)) in zip(backward, places, strict=True):
-            if not self.fused:
-                yield (Kind.B, s, start), (Kind.W, s, self.starts[d][3 * v - 1 - c])
 
     def sequence(self, stage: int, num_microbatches: int) -> list[int]:
         """The passes of a stage when the block is repeated for every microbatch, in order.
