@@ -22,7 +22,12 @@ os.environ["XLA_FLAGS"] = (
     + (" --xla_cpu_parallel_codegen_split_count=1" if version("jax").startswith("0.10.") else "")
 )
 
+import hypothesis
 import pytest
+
+# No test may depend on how fast the machine is.
+hypothesis.settings.register_profile("jaxpipe", deadline=None)
+hypothesis.settings.load_profile("jaxpipe")
 
 # A trace makes many objects and few cycles.
 gc.set_threshold(50_000, 20, 20)

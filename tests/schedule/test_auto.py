@@ -22,10 +22,6 @@ from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.simulate import Costs
 
-# No test may depend on how fast the machine is.
-settings.register_profile("jaxpipe", deadline=None)
-settings.load_profile("jaxpipe")
-
 COSTS = Costs(1, 1.2, 0.8)
 
 

@@ -18,9 +18,6 @@ from jaxpipe.schedule.generators.v_schedules import (
 from jaxpipe.schedule.search import controllable_memory
 from jaxpipe.schedule.simulate import Costs, simulate
 
-settings.register_profile("jaxpipe", deadline=None)
-settings.load_profile("jaxpipe")
-
 UNIT = Costs(1, 1, 1)
 NAMED = (v_min, v_half, v_zb, zb_v, one_f_one_b_v)
 SPLIT = (v_min, v_half, v_zb)

@@ -16,10 +16,6 @@ from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import ArgumentError
 from jaxpipe.schedule.simulate import Costs
 
-# No test may depend on how fast the machine is.
-settings.register_profile("jaxpipe", deadline=None)
-settings.load_profile("jaxpipe")
-
 NAMES = ["1f1b", "interleaved-fused", "zb-v", "dualpipe-v-published"]
 """One of every kind: whole and split backwards, one and several chunks, pairs."""
 

@@ -23,10 +23,6 @@ from jaxpipe.schedule.device_clock import device_clock, timelines
 from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.simulate import Costs, makespan, simulate, ticks
 
-# No test may depend on how fast the machine is.
-settings.register_profile("jaxpipe", deadline=None)
-settings.load_profile("jaxpipe")
-
 ENTRIES = {entry.name: entry for entry in catalog.entries()}
 NAMES = [name for name in ENTRIES if name not in ("auto", "controllable-memory")]
 """Searches take a second or more, and have tests of their own."""

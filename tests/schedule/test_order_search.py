@@ -19,9 +19,6 @@ from jaxpipe.schedule.search.local_search import improve
 from jaxpipe.schedule.search.order_search import Rule, dispatch, search_orders
 from jaxpipe.schedule.simulate import Costs, simulate
 
-settings.register_profile("jaxpipe", deadline=None)
-settings.load_profile("jaxpipe")
-
 OPTIMA = json.loads((Path(__file__).parent / "optima.json").read_text())
 """By `benchmarks/proven_optima.py`."""
 

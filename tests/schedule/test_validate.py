@@ -6,17 +6,13 @@ import dataclasses
 import inspect
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate, walk
 from jaxpipe.schedule.placement import Placement, linear
-
-# No test may depend on how fast the machine is.
-settings.register_profile("jaxpipe", deadline=None)
-settings.load_profile("jaxpipe")
 
 NAMES = [
     entry.name
