@@ -80,8 +80,7 @@ def show(
 ) -> None:
     """Draw the ticks of one schedule, or write them as a picture, a page, a trace or CSV.
 
-    A timeline shows actions, messages and which of them are received a tick late, chunks gathered
-    and reduced over data (under ZeRO-3, with one slot of each), and idle time.
+    A timeline shows actions, messages and which of them are received a tick late, and idle time.
 
     Args:
       name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or

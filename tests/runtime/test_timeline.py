@@ -60,7 +60,7 @@ def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, l
             assert part.end - part.start >= like.end - like.start - 1e-6
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
     found = exchanges(measured)
-    assert len(found.messages) == len(exchanges(expected).messages)
+    assert len(found) == len(exchanges(expected))
     assert all(message.sent <= message.read for message in found.messages)
     assert measured.makespan >= simulate(schedule, chunk).makespan - 1e-6
     # Idle time and work make up the whole.

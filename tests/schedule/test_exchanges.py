@@ -23,9 +23,8 @@ def test_messages_arrive_in_time_and_lie_in_their_ticks(name):
     schedule = catalog.build(name, stages=3, microbatches=4, costs=costs)
     crossings = sum(a != b for a, b in itertools.pairwise(schedule.placement.stages))
     for timeline in timelines(schedule, costs)[:2]:
-        messages, moves = exchanges(timeline)
+        messages = exchanges(timeline)
         assert len(messages) == 2 * 4 * crossings
-        assert bool(moves) == bool(timeline.ticks)
         ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}
         starts = {(d, part.start): part for d, row in enumerate(timeline.rows) for part in row}
         for message in messages:
@@ -80,8 +79,6 @@ def test_arrows_of_the_trace_start_and_end_within_the_actions_of_their_messages(
         phase: {event["id"]: holds(event) for event in events if event["ph"] == phase}
         for phase in "sf"
     }
-    messages = exchanges(timeline).messages
+    messages = exchanges(timeline)
     sent = [(str(message.action), str(message.reader)) for message in messages]
     assert [(arrows["s"][k], arrows["f"][k]) for k in range(len(messages))] == sent
-    marks = [event for event in events if event["ph"] == "i"]
-    assert len(marks) == len(exchanges(timeline).moves)

@@ -137,7 +137,7 @@ def test_messages_cross_every_boundary_between_stages_once_a_microbatch_and_dire
         if here != there:
             expected[here, there] += schedule.num_microbatches
             expected[there, here] += schedule.num_microbatches
-    sent = exchanges(simulate(schedule, Costs(1, 1, 1))).messages
+    sent = exchanges(simulate(schedule, Costs(1, 1, 1)))
     assert collections.Counter((message.sender, message.receiver) for message in sent) == expected
 
 

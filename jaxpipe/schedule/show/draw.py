@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpipe.schedule.show.exchanges import Exchanges, exchanges
+from jaxpipe.schedule.show.exchanges import Exchange, exchanges
 from jaxpipe.schedule.show.looks import (
     LATE,
     LOOKS,
     MESSAGE,
-    MOVE,
     PAIR,
     caption,
     chunk_of,
@@ -68,9 +67,8 @@ def figure(timeline: Timeline) -> str:
     """Draws a timeline as SVG, and the activations in flight beneath it.
 
     Boxes are numbered by microbatch and coloured by kind; later chunks are darker. Lines are
-    messages, from the end of the action to the moment they can be read; triangles are gathers and
-    reductions. Long timelines continue in further rows. The curves count microbatches of a full
-    stage.
+    messages, from the end of the action to the moment they can be read. Long timelines continue in
+    further rows. The curves count microbatches of a full stage.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -137,9 +135,9 @@ def _boxes(band: _Band, box: float, size: float | None) -> Iterator[str]:
                 yield rectangle(left, top, right - left, height, "none", stroke=PAIR)
 
 
-def _exchanges(band: _Band, box: float, exchanged: Exchanges) -> Iterator[str]:
-    """Draws messages as lines that end in a dot, and transfers over data as triangles."""
-    for message in exchanged.messages:
+def _exchanges(band: _Band, box: float, exchanged: Sequence[Exchange]) -> Iterator[str]:
+    """Draws messages as lines that end in a dot."""
+    for message in exchanged:
         if not band.shows(message.sent, message.arrives + band.span / band.width):
             continue
         towards = 0.45 if message.receiver > message.sender else -0.45
@@ -148,16 +146,6 @@ def _exchanges(band: _Band, box: float, exchanged: Exchanges) -> Iterator[str]:
         end = band.x(message.arrives), (message.receiver + 0.5 - towards) * box
         yield line([start, end], colour)
         yield element("circle", cx=end[0], cy=end[1], r=1.2, fill=colour)
-    for move in exchanged.moves:
-        if band.first <= move.time <= band.first + band.span:
-            yield _triangle(band.x(move.time), (move.stage + 0.86) * box, move.what)
-
-
-def _triangle(x: float, y: float, what: str) -> str:
-    way = 2.5 if what == "gather" else -2.5
-    corners = (x + way, y), (x - way, y - 3), (x - way, y + 3)
-    points = " ".join(f"{across:.2f},{down:.2f}" for across, down in corners)
-    return element("polygon", points=points, fill=MOVE)
 
 
 def _memory(band: _Band, top: float, *, named: bool) -> Iterator[str]:
@@ -182,7 +170,7 @@ def _memory(band: _Band, top: float, *, named: bool) -> Iterator[str]:
     yield label(_MARGIN - 4, top + _MEMORY, "0", anchor="end")
 
 
-def _legend(timeline: Timeline, exchanged: Exchanges | None) -> Iterator[tuple[str, str]]:
+def _legend(timeline: Timeline, exchanged: Sequence[Exchange] | None) -> Iterator[tuple[str, str]]:
     """Yields every mark of the picture, 12 by 10 pixels, with its meaning."""
     used = {timed.action.kind for row in timeline.rows for timed in row}
     darker = "; later chunks are darker" if timeline.schedule.num_chunks > 1 else ""
@@ -194,7 +182,7 @@ def _legend(timeline: Timeline, exchanged: Exchanges | None) -> Iterator[tuple[s
         yield rectangle(1, 1, 10, 8, "none", stroke=PAIR), "overlapped pair"
     if exchanged is None:
         return
-    lates = {message.late for message in exchanged.messages}
+    lates = {message.late for message in exchanged}
     meanings: Sequence[tuple[bool, str, str]] = (
         (False, MESSAGE, "message"),
         (True, LATE, "message received a tick late"),
@@ -202,6 +190,3 @@ def _legend(timeline: Timeline, exchanged: Exchanges | None) -> Iterator[tuple[s
     for late, colour, meaning in meanings:
         if late in lates:
             yield line([(0, 5), (12, 5)], colour), meaning
-    if exchanged.moves:
-        yield _triangle(6, 5, "gather"), "weights gathered"
-        yield _triangle(6, 5, "reduce"), "gradients reduced"

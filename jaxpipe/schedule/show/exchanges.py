@@ -1,17 +1,13 @@
-"""Messages between the stages of a timeline, and their transfers over the data axis, in time."""
+"""Messages between the stages of a timeline, in time."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.check.walk import Results
-from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.lowering.table import NONE, TickTable
 from jaxpipe.schedule.simulate import TimedAction, Timeline
 
 
@@ -40,44 +36,18 @@ class Exchange(NamedTuple):
     late: bool
 
 
-class Move(NamedTuple):
-    """A chunk's weights gathered over data before a tick's layers, or its gradient reduced after
-    them, as ZeRO-3 does with one slot of each."""
-
-    what: Literal["gather", "reduce"]
-    stage: int
-    chunk: int
-    tick: int
-    time: float
-
-
-class Exchanges(NamedTuple):
-    """Messages by time of arrival, and moves; without ticks there are no moves."""
-
-    messages: tuple[Exchange, ...]
-    moves: tuple[Move, ...]
-
-
-def exchanges(timeline: Timeline) -> Exchanges:
-    """Finds the messages of a timeline, and what its ticks gather and reduce.
+def exchanges(timeline: Timeline) -> list[Exchange]:
+    """Finds the messages of a timeline, by time of arrival.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
       >>> from jaxpipe.schedule.device_clock import device_clock
       >>> from jaxpipe.schedule.simulate import Costs
-      >>> found = exchanges(device_clock(gpipe(2, 1), Costs(1, 1, 1)))
-      >>> [(str(message.action), message.arrives) for message in found.messages]
+      >>> messages = exchanges(device_clock(gpipe(2, 1), Costs(1, 1, 1)))
+      >>> [(str(message.action), message.arrives) for message in messages]
       [('0F0', 1.0), ('1B0', 3.0)]
-      >>> [(move.what, move.stage, move.time) for move in found.moves]
-      [('gather', 0, 0.0), ('gather', 1, 1.0), ('reduce', 1, 4.0), ('reduce', 0, 5.0)]
     """
-    messages = sorted(_messages(timeline), key=lambda message: message.arrives)
-    moves: list[Move] = []
-    if timeline.ticks:
-        # Chunks move in the same ticks however many layers they have.
-        table = lower(timeline.schedule, [1] * len(timeline.costs))
-        moves = [*_moves(timeline, table)]
-    return Exchanges(tuple(messages), tuple(sorted(moves, key=lambda move: move.time)))
+    return sorted(_messages(timeline), key=lambda message: message.arrives)
 
 
 def _messages(timeline: Timeline) -> Iterator[Exchange]:
@@ -123,19 +93,3 @@ def _finished(timeline: Timeline, results: Results) -> dict[int, TimedAction]:
                 number = results.number(timed.action)
                 finished[number] = dataclasses.replace(timed, end=last.end)
     return finished
-
-
-def _moves(timeline: Timeline, table: TickTable) -> Iterator[Move]:
-    """Yields gathers at the start, and reductions at the end, of what a stage runs in the tick that
-    needs them."""
-    spans: dict[tuple[int, int | None], tuple[float, float]] = {}
-    for stage, row in enumerate(timeline.rows):
-        for part in row:
-            start, _ = spans.get((stage, part.tick), (part.start, part.end))
-            spans[stage, part.tick] = start, part.end
-    for tick, stage in np.argwhere(table.gathers.chunk != NONE).tolist():
-        start, _ = spans[stage, tick]
-        yield Move("gather", stage, int(table.gathers.chunk[tick, stage]), tick, start)
-    for tick, stage in np.argwhere(table.reduces.chunk != NONE).tolist():
-        _, end = spans[stage, tick]
-        yield Move("reduce", stage, int(table.reduces.chunk[tick, stage]), tick, end)

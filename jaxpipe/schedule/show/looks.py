@@ -25,8 +25,8 @@ LOOKS = {
     Kind.BW: Look("#f2d38a", "#8f6414", (222, 179), "backward (B and W)"),
 }
 
-MESSAGE, LATE, MOVE, PAIR = "#555555", "#d1661b", "#a02c6d", "#222222"
-"""Colours of messages, late ones, transfers over data, and frames of overlapped pairs."""
+MESSAGE, LATE, PAIR = "#555555", "#d1661b", "#222222"
+"""Colours of messages, late ones, and frames of overlapped pairs."""
 
 
 def chunk_of(action: Action, timeline: Timeline) -> int:

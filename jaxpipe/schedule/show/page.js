@@ -207,12 +207,10 @@ function addLegend() {
   const entries = [...used].map((kind) =>
     [Object.keys(colors).sort().find((key) => key.replace(/\d+$/, "") === kind), data.meanings[kind]])
     .map(([key, meaning]) => [colors[key], meaning]);
-  const { message, late, move, pair } = data.exchangeColors;
+  const { message, late, pair } = data.exchangeColors;
   entries.push([message, "message"]);
   if (panels.some(({ timeline }) => timeline.messages.some((sent) => sent[6])))
     entries.push([late, "message received a tick late"]);
-  if (panels.some(({ timeline }) => timeline.moves.length))
-    entries.push([move, "weights gathered, gradients reduced"]);
   if (panels.some(({ timeline }) => timeline.pairs.flat().length))
     entries.push([pair, "frame: forward and backward together"]);
   for (const [color, meaning] of entries) {

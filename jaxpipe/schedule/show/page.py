@@ -13,7 +13,6 @@ from jaxpipe.schedule.show.looks import (
     LATE,
     LOOKS,
     MESSAGE,
-    MOVE,
     PAIR,
     caption,
     chunk_of,
@@ -37,7 +36,7 @@ def page(compared: Sequence[Timelines]) -> str:
     data = {
         "schedules": [_schedule(clocks) for clocks in compared],
         "meanings": {kind.value: look.meaning for kind, look in LOOKS.items()},
-        "exchangeColors": {"message": MESSAGE, "late": LATE, "move": MOVE, "pair": PAIR},
+        "exchangeColors": {"message": MESSAGE, "late": LATE, "pair": PAIR},
     }
     # Nothing in a name can then end the script element that holds the data.
     written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -70,7 +69,6 @@ def _schedule(clocks: Timelines) -> dict[str, Any]:
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
     """Writes rows of plain values: for some 100,000 parts of a page, names would be too long."""
-    messages, moves = exchanges(timeline)
     memory = [
         [(time, timeline.in_full_stages(count)) for time, count in in_flight(row)]
         for row in timeline.rows
@@ -85,9 +83,8 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "memory": memory,
         "messages": [
             (str(m.action), str(m.reader), m.sender, m.receiver, m.sent, m.arrives, m.late)
-            for m in messages
+            for m in exchanges(timeline)
         ],
-        "moves": [(move.what, move.stage, move.chunk, move.time) for move in moves],
     }
 
 

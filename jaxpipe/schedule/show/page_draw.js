@@ -133,17 +133,6 @@ function drawExchanges(pen, panel) {
       line(pen, placeOf(panel, sent), (sender + 0.5 + toward) * row,
         placeOf(panel, arrives), (receiver + 0.5 - toward) * row);
     }
-  const moves = timeline.moves.filter((move) => move[3] >= view.first && move[3] <= view.end);
-  if (moves.length > MAX_MESSAGES) return;
-  pen.fillStyle = colors.move;
-  for (const [what, stage, , time] of moves) {
-    const x = placeOf(panel, time), y = (stage + 1) * row - 4, tip = what === "gather" ? 6 : -6;
-    pen.beginPath();
-    pen.moveTo(x, y - 3);
-    pen.lineTo(x + tip, y);
-    pen.lineTo(x, y + 3);
-    pen.fill();
-  }
 }
 
 function drawMemory(pen, panel) {

@@ -21,8 +21,6 @@ _MARKS = {
     "<": "< to an earlier one",
     "}": "} to a later one, which receives it a tick late",
     "{": "{ to an earlier one, which receives it a tick late",
-    "G": "G had to gather its weights over data (ZeRO-3)",
-    "R": "R reduces its gradients",
     "+": "+ runs together with the backward that follows",
 }
 
@@ -55,8 +53,8 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     A cell is as wide as its action is long; the shortest is just wide enough for its label. With
     several chunks per stage the label is the action's own name, such as "2F0".
 
-    On the device clock, a row of marks under each stage shows at the end of every tick
-    what the stage sends, gathers and reduces; a line at the end says what they mean.
+    On the device clock, a row of marks under each stage shows at the end of every tick what the
+    stage sends; a line at the end says what they mean.
 
     Args:
       colour: whether to draw in ANSI colours, for a terminal.
@@ -77,9 +75,9 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
       stage 1 |....F0- F1- BW0---- BW1---- ........|
       >>> print("\\n".join(text(device_clock(gpipe(2, 1), Costs(1, 1, 1))).splitlines()[:4]))
       stage 0 |F0 ......B0 W0 |
-              | G>           R|
+              |  >            |
       stage 1 |...F0 B0 W0 ...|
-              |     G  <  R   |
+              |        <      |
     """
     names = max(len(_label(timed.action, timeline)) for row in timeline.rows for timed in row)
     # A mark stands behind a pair's forward, and rounding may take one column.
@@ -134,20 +132,13 @@ def _cells(timeline: Timeline, stage: int, scale: float) -> Iterator[_Cell]:
 
 
 def _marks(timeline: Timeline) -> list[dict[int, str]]:
-    """Writes one letter for each thing that a stage sends or moves, by stage and tick."""
+    """Writes one mark for each thing that a stage sends, by stage and tick."""
     letters: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.rows]
     if timeline.ticks:
-        messages, moves = exchanges(timeline)
-        for move in moves:
-            if move.what == "gather":
-                letters[move.stage][move.tick] += "G"
-        for message in messages:
+        for message in exchanges(timeline):
             marks = "}{" if message.late else "><"
             assert message.tick is not None
             letters[message.sender][message.tick] += marks[message.sender > message.receiver]
-        for move in moves:
-            if move.what == "reduce":
-                letters[move.stage][move.tick] += "R"
     return letters
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from jaxpipe.schedule.show.exchanges import Exchange, exchanges
+from jaxpipe.schedule.show.exchanges import exchanges
 from jaxpipe.schedule.show.looks import chunk_of
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
@@ -27,8 +27,8 @@ def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
 
     Returns:
       A tree of plain values for `json.dump`: complete events ("X") with the action's parts as
-      arguments, arrows for messages ("s" to "f"), marks for gathers and reductions ("i"), and
-      counter events ("C") with the microbatches of a full stage in flight.
+      arguments, arrows for messages ("s" to "f"), and counter events ("C") with the microbatches of
+      a full stage in flight.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -63,19 +63,8 @@ def _process(
                 "ts": time * unit,
                 "args": {"microbatches": timeline.in_full_stages(chunks)},
             }
-    messages, moves = exchanges(timeline)
-    for event in _arrows(messages, timeline, unit, numbers):
+    for event in _arrows(timeline, unit, numbers):
         yield event | {"pid": process}
-    for move in moves:
-        yield {
-            "ph": "i",
-            "s": "t",
-            "name": f"{move.what} chunk {move.chunk}",
-            "cat": move.what,
-            "pid": process,
-            "tid": move.stage,
-            "ts": move.time * unit,
-        }
 
 
 def _complete(
@@ -97,13 +86,11 @@ def _complete(
     }
 
 
-def _arrows(
-    messages: Sequence[Exchange], timeline: Timeline, unit: float, numbers: Iterator[int]
-) -> Iterator[dict[str, Any]]:
+def _arrows(timeline: Timeline, unit: float, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yields both ends of every arrow, in the middle of the actions that viewers attach them to."""
     ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}
     starts = {(d, part.start): part for d, row in enumerate(timeline.rows) for part in row}
-    for message, number in zip(messages, numbers, strict=False):
+    for message, number in zip(exchanges(timeline), numbers, strict=False):
         what = "late message" if message.late else "message"
         sends, reads = ends[message.sender, message.sent], starts[message.receiver, message.read]
         for phase, stage, part in (
