@@ -153,7 +153,7 @@ REFUSED = {
     "interleaved": partial(interleaved, 4, 8, group=1),
     "hanayo": partial(hanayo, 4, 8, memory_limit=0.5),
     "controllable memory": partial(controllable_memory, 8, 32, memory_limit=1),
-    "auto": partial(auto, 3, 4, memory_limit=0, placement=linear(2)),
+    "auto": partial(auto, 3, 4, memory_limit=0),
     "method": partial(SteadyState, 4, 8, "gpipe"),
     "2bw": partial(SteadyState, 4, 2, "2bw"),
     "segment": partial(SteadyState, 2, 2, recompute_segment=3),

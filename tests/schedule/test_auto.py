@@ -16,7 +16,6 @@ from jaxpipe.schedule.check.validate import peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.placement import linear, looped, wave
 from jaxpipe.schedule.search import order_search
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.bounds import lower_bound
@@ -55,24 +54,18 @@ def test_bubble_on_devices(p, memory_limit, bar):
 @given(
     p=st.integers(1, 3),
     m=st.integers(1, 4),
-    chunks=st.integers(1, 3),
-    shape=st.sampled_from(["linear", "looped", "wave"]),
+    chunks=st.integers(1, 4),
     limit=st.sampled_from([1, 1.5, 2, 3.5, None]),
     prices=st.sampled_from([COSTS, Costs(1, 1, 1), Costs(1, 3, 0.5, 0.2)]),
 )
-def test_any_placement_and_limit_gives_a_schedule_that_runs(p, m, chunks, shape, limit, prices):
-    placement = {
-        "linear": linear(p),
-        "looped": looped(p, num_chunks=chunks),
-        "wave": wave(p, num_waves=chunks),
-    }[shape]
+def test_any_shape_and_limit_gives_a_schedule_that_runs(p, m, chunks, limit, prices):
     with short_search():
-        found = auto(p, m, costs=prices, memory_limit=limit, placement=placement)
+        found = auto(p, m, layer_costs=[prices] * p * chunks, memory_limit=limit)
     validate(found)
-    assert (found.name, found.placement) == ("auto", placement)
+    assert found.name == "auto"
     assert found.peak_in_flight == peak_in_flight(found)
-    assert max(peak_in_flight(found)) <= (limit or p) * placement.num_chunks
-    lower(found, [2] * placement.num_virtual_stages)
+    assert max(peak_in_flight(found)) <= (limit or p) * found.num_chunks
+    lower(found, [2] * found.placement.num_virtual_stages)
 
 
 @settings(max_examples=5)
@@ -102,21 +95,19 @@ def test_costs_so_far_apart_that_short_actions_are_lost_in_sums(kind):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"memory_limit=0\.5 .*\nNearest valid: 1\."):
         auto(2, 4, memory_limit=0.5)
-    with pytest.raises(ValueError, match=r"(?s)num_stages=3\..*memory_limit=0 does"):
-        auto(3, 4, memory_limit=0, placement=linear(2))
     with pytest.raises(ValueError, match="2 layers cannot fill num_stages=3: each needs a layer"):
         auto(3, 4, layer_costs=[Costs(1, 1, 1)] * 2)
 
 
-def test_costs_of_every_virtual_stage_are_planned_with():
-    costs = [Costs(1, 1.2, 0.8)] * 3 + [Costs(3, 3.6, 2.4)] * 3
+def test_costs_of_every_layer_are_planned_with():
+    layers = [Costs(1, 1.2, 0.8)] * 3 + [Costs(3, 3.6, 2.4)] * 3
     with short_search():
         found, blind = (
-            auto(3, 5, costs=c, memory_limit=2, placement=wave(3)) for c in (costs, costs[0])
+            auto(3, 5, layer_costs=costs, memory_limit=2) for costs in (layers, [COSTS] * 6)
         )
     validate(found)
-    assert max(peak_in_flight(found)) <= 4
-    assert device_clock(found, costs).makespan <= device_clock(blind, costs).makespan
+    assert max(peak_in_flight(found)) <= 2 * found.num_chunks
+    assert on_devices(found, layers).makespan <= on_devices(blind, layers).makespan
 
 
 @pytest.mark.parametrize(("message", "interleaves"), [(0, True), (5, False)])

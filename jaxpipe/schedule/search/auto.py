@@ -30,7 +30,7 @@ from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import Rule, dispatch, search_orders
-from jaxpipe.schedule.simulate import UNIT, Costs, makespan, of_virtual_stages
+from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
 """Named schedules are tried where chunks are few, and on so many placements of least bounds."""
@@ -52,10 +52,9 @@ def auto(
     num_stages: int,
     num_microbatches: int,
     *,
-    costs: Costs | Sequence[Costs] = UNIT,
+    costs: Costs = UNIT,
     layer_costs: Sequence[Costs] | None = None,
     memory_limit: float | None = None,
-    placement: Placement | None = None,
 ) -> Schedule:
     """Finds the schedule that ends first on the device clock under a memory limit.
 
@@ -72,17 +71,13 @@ def auto(
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
-        that takes twice as long. With ``placement``, costs of one of its chunks; as a sequence,
-        those of every virtual stage of ``placement``, or of the V without one.
+        that takes twice as long.
       layer_costs: costs of every layer, instead of ``costs``, in model order; at least p. Then the
-        number of chunks is chosen as well; a placement's chunks are those of
-        `jaxpipe.schedule.partition.cut_layers`.
+        number of chunks is chosen as well.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
-      placement: the only one to try.
 
     Raises:
-      ValueError: the memory limit is too small, there are fewer layers than stages, or an argument
-        does not fit the placement.
+      ValueError: the memory limit is too small, or there are fewer layers than stages.
 
     Example:
       >>> costs = Costs(1, 1.2, 0.8)
@@ -91,7 +86,8 @@ def auto(
       (2, 25.2)
     """
     limit = num_stages if memory_limit is None else memory_limit
-    models = _models(num_stages, num_microbatches, costs, layer_costs, placement, limit)
+    layers = [costs] * (2 * num_stages) if layer_costs is None else layer_costs
+    models = _models(num_stages, num_microbatches, layers, limit)
     first = _First()
     published = _offer_named(first, models)
     few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
@@ -119,6 +115,15 @@ class PlacedModel(NamedTuple):
     costs: tuple[Costs, ...]
     cap: int
     bound: float
+
+    @classmethod
+    def of(
+        cls, placement: Placement, m: int, costs: tuple[Costs, ...], memory_limit: float
+    ) -> PlacedModel:
+        """Makes a model for a limit in microbatches of a full stage."""
+        chunks = placement.num_chunks
+        cap = max(chunks, int(min(memory_limit, m) * chunks))
+        return cls(placement, m, costs, cap, lower_bound(placement, m, costs, cap=cap))
 
     @property
     def num_actions(self) -> int:
@@ -153,43 +158,28 @@ class _First:
 
 
 def _models(
-    num_stages: int,
-    num_microbatches: int,
-    costs: Costs | Sequence[Costs],
-    layer_costs: Sequence[Costs] | None,
-    placement: Placement | None,
-    memory_limit: float,
+    num_stages: int, num_microbatches: int, layer_costs: Sequence[Costs], memory_limit: float
 ) -> list[PlacedModel]:
     """Lists the model on every placement that it allows; refuses what cannot be searched for."""
-    problems, others = [], {"num_stages": num_stages}
-    if placement is not None and placement.num_stages != num_stages:
-        rule = "it must be of $num_stages"
-        problems.append(Problem("placement", placement, rule, (), others, "auto"))
-    if layer_costs is not None and len(layer_costs) < num_stages:
+    problems = []
+    if len(layer_costs) < num_stages:
         rule = f"{len(layer_costs)} layers cannot fill $num_stages: each needs a layer"
+        others = {"num_stages": num_stages}
         problems.append(Problem("layer_costs", None, rule, (), others, "auto"))
     if not memory_limit >= 1:
         rule = "a stage keeps all chunks of a microbatch at once"
         problems.append(Problem("memory_limit", memory_limit, rule, (1,), schedule="auto"))
     refuse(problems)
-
-    def model(place: Placement, prices: tuple[Costs, ...]) -> PlacedModel:
-        chunks, m = place.num_chunks, num_microbatches
-        cap = max(chunks, int(min(memory_limit, m) * chunks))
-        return PlacedModel(place, m, prices, cap, lower_bound(place, m, prices, cap=cap))
-
-    if layer_costs is None:
-        if placement is not None or not isinstance(costs, Costs):
-            only = placement or wave(num_stages)
-            return [model(only, of_virtual_stages(only, costs))]
-        layer_costs = [costs] * (2 * num_stages)
-    places = [linear(num_stages)] if placement is None else [placement]
-    most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages) if placement is None else 0
+    places = [linear(num_stages)]
+    most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages)
     for chunks in range(2, min(most, len(layer_costs) // num_stages) + 1):
         if chunks % 2 == 0:
             places.append(wave(num_stages, num_waves=chunks // 2))
         places.append(looped(num_stages, num_chunks=chunks))
-    return [model(place, cut_layers(layer_costs, place)[1]) for place in places]
+    return [
+        PlacedModel.of(place, num_microbatches, cut_layers(layer_costs, place)[1], memory_limit)
+        for place in places
+    ]
 
 
 def _offer_named(first: _First, models: Sequence[PlacedModel]) -> dict[PlacedModel, list[Schedule]]:
