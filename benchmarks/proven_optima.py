@@ -82,7 +82,7 @@ def optimum(
             size = model.new_int_var(0, total, "")
             held[d].append(model.new_interval_var(first, size, last, ""))
     for action, start in starts.items():
-        for needed in dependencies(action, num_virtual_stages=depth, split=True):
+        for needed in dependencies(action, num_virtual_stages=depth):
             f, b, _, message = costs[needed.virtual_stage]
             lag = f if needed.kind is Kind.F else b
             if placement.stages[needed.virtual_stage] != placement.stages[action.virtual_stage]:

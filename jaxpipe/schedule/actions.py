@@ -113,23 +113,6 @@ class Schedule:
             yield (action, *itertools.islice(order, action in together))
 
     @property
-    def num_passes(self) -> int:
-        """The passes of all microbatches through all virtual stages."""
-        return self.placement.num_virtual_stages * self.num_microbatches
-
-    def number(self, virtual_stage: int, microbatch: int) -> int:
-        """Numbers the passes of microbatches through virtual stages, from 0 to `num_passes` - 1."""
-        return virtual_stage * self.num_microbatches + microbatch
-
-    def passes(self, virtual_stage: int) -> range:
-        """The numbers of all microbatches' passes through a virtual stage."""
-        return range(self.number(virtual_stage, 0), self.number(virtual_stage + 1, 0))
-
-    def place(self, number: int) -> tuple[int, int]:
-        """The virtual stage and the microbatch of a pass."""
-        return divmod(number, self.num_microbatches)
-
-    @property
     def num_stages(self) -> int:
         return self.placement.num_stages
 
@@ -154,23 +137,20 @@ def split_action(action: Action) -> list[Action]:
     return [dataclasses.replace(action, kind=kind) for kind in (Kind.B, Kind.W)]
 
 
-def dependencies(action: Action, *, num_virtual_stages: int, split: bool) -> list[Action]:
+def dependencies(action: Action, *, num_virtual_stages: int) -> list[Action]:
     """The actions, of the same or another stage, whose results ``action`` reads.
 
     F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next
-    virtual stage; W for its own B.
+    virtual stage; W for its own B. A fused backward counts as its B.
 
     Args:
       action: the action that waits.
       num_virtual_stages: length of the model in virtual stages.
-      split: whether backwards in this schedule are B and W (True) or BW (False).
     """
     s, i = action.virtual_stage, action.microbatch
     if action.kind is Kind.F:
-        return [Action(s - 1, Kind.F, i)] if s % num_virtual_stages else []
+        return [Action(s - 1, Kind.F, i)] if s else []
     if action.kind is Kind.W:
         return [Action(s, Kind.B, i)]
-    waits = [Action(s, Kind.F, i)]
-    if (s + 1) % num_virtual_stages:
-        waits.append(Action(s + 1, Kind.B if split else Kind.BW, i))
-    return waits
+    after = [Action(s + 1, Kind.B, i)] if s + 1 < num_virtual_stages else []
+    return [Action(s, Kind.F, i), *after]

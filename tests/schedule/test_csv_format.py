@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies, split_action
 from jaxpipe.schedule.check.validate import ScheduleError
 from jaxpipe.schedule.formats.csv_format import parse_csv, read_csv, write_csv
 from jaxpipe.schedule.placement import Placement
@@ -36,11 +36,11 @@ def valid_schedules(draw) -> Schedule:
         ready = sorted(
             action
             for action in waiting
-            if done.issuperset(dependencies(action, num_virtual_stages=p * v, split=not fused))
+            if done.issuperset(dependencies(action, num_virtual_stages=p * v))
         )
         action = draw(st.sampled_from(ready))
         waiting.remove(action)
-        done.add(action)
+        done.add(split_action(action)[0])
         orders[stages[action.virtual_stage]].append(action)
     return Schedule("any", Placement(tuple(stages)), m, tuple(tuple(row) for row in orders))
 

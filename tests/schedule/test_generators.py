@@ -108,7 +108,7 @@ def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, mess
                 assert earlier.end <= later.start
             for timed in row:
                 for needed in dependencies(
-                    timed.action, num_virtual_stages=placement.num_virtual_stages, split=True
+                    timed.action, num_virtual_stages=placement.num_virtual_stages
                 ):
                     travel = message if placement.stages[needed.virtual_stage] != d else 0
                     assert ends[needed] + travel <= timed.start

@@ -33,8 +33,8 @@ class Walk:
 class Results:
     """Numbers the results of actions, so that looking one up needs no hashing of actions.
 
-    The result of F has the number `Schedule.number`; that of B, split or fused, is larger by the
-    number of passes. W has no reader and no number.
+    Results of F are numbered by virtual stage and microbatch; that of B, split or fused, is larger
+    by the number of all F. W has no reader and no number.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -47,8 +47,9 @@ class Results:
 
     def __init__(self, schedule: Schedule) -> None:
         # `validate` walks any schedule before it refuses it.
-        schedule = dataclasses.replace(schedule, num_microbatches=max(schedule.num_microbatches, 1))
-        self._schedule, self._passes = schedule, max(schedule.num_passes, 1)
+        self._stages = schedule.placement.stages
+        self._microbatches = max(schedule.num_microbatches, 1)
+        self._forwards = max(len(self._stages) * self._microbatches, 1)
         self._firsts: dict[tuple[Kind, int], tuple[int, list[int]]] = {}
 
     def first(self, action: Action) -> tuple[int, list[int]]:
@@ -56,14 +57,13 @@ class Results:
         place = action.kind, action.virtual_stage
         if (numbers := self._firsts.get(place)) is None:
             first = dataclasses.replace(action, microbatch=0)
-            depth = max(1, self._schedule.placement.num_virtual_stages)
-            needed = dependencies(first, num_virtual_stages=depth, split=True)
+            needed = dependencies(first, num_virtual_stages=len(self._stages))
             numbers = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
             self._firsts[place] = numbers
         return numbers
 
     def _first(self, kind: Kind, virtual_stage: int) -> int:
-        return self._passes * (kind is not Kind.F) + self._schedule.number(virtual_stage, 0)
+        return self._forwards * (kind is not Kind.F) + virtual_stage * self._microbatches
 
     def number(self, action: Action) -> int:
         """The number of the result of an F, B or BW."""
@@ -75,12 +75,12 @@ class Results:
 
     def stage(self, number: int) -> int:
         """The stage that computes a result."""
-        return self._schedule.placement.stages[self._schedule.place(number % self._passes)[0]]
+        return self._stages[number % self._forwards // self._microbatches]
 
     def action(self, number: int) -> Action:
         """The action that computes a result; B if that is a fused backward."""
-        s, i = self._schedule.place(number % self._passes)
-        return Action(s, Kind.F if number < self._passes else Kind.B, i)
+        s, i = divmod(number % self._forwards, self._microbatches)
+        return Action(s, Kind.F if number < self._forwards else Kind.B, i)
 
 
 def walk(

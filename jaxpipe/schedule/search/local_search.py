@@ -59,9 +59,7 @@ class NumberedActions:
         self.rounding = _ROUNDING * math.fsum(cost.f + cost.b + cost.w for cost in costs)
         for number, action in enumerate(self.actions):
             waits = []
-            for needed in dependencies(
-                action, num_virtual_stages=placement.num_virtual_stages, split=True
-            ):
+            for needed in dependencies(action, num_virtual_stages=placement.num_virtual_stages):
                 other = self.number(needed)
                 lag = self.durations[other]
                 if self.stages[other] != self.stages[number]:
