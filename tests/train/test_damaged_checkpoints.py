@@ -237,6 +237,11 @@ def test_no_name_in_a_checkpoint_commands_the_terminal(folder):
     assert note.isprintable()
 
 
+def test_checksums_of_no_file_say_nothing(folder):
+    (folder / "2" / checksums.FILE).write_text('{"step": 2, "files": {}}')
+    assert _latest(folder) == 1
+
+
 _RUN = {"config": {"task": "gpt"}, "data_sha256": "a"}
 _CONFIGS = 3, {}, {"task": "gpt", "mesh": 3}
 FOREIGN = [
