@@ -28,7 +28,8 @@ def test_messages_arrive_in_time_and_lie_in_their_ticks(name):
         ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}
         starts = {(d, part.start): part for d, row in enumerate(timeline.rows) for part in row}
         for message in messages:
-            assert message.sent <= message.arrives <= message.read + 1e-9
+            assert message.sent + costs.message <= message.arrives + 1e-9
+            assert message.arrives <= message.read + 1e-9
             assert ends[message.sender, message.sent].tick == message.tick
             reader = starts[message.receiver, message.read]
             assert reader.action == message.reader
