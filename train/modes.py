@@ -218,6 +218,10 @@ class Asynchronous(Mode):
 
         def restore(saved):
             def leaf(name, shape):
+                if (
+                    name not in saved
+                ):  # saved when states of layers had one value for all data shards
+                    return jnp.broadcast_to(saved[name.removeprefix("flight.")], shape.shape)
                 return jax.random.wrap_key_data(saved[name]) if _is_key(shape) else saved[name]
 
             leaves = [leaf(name, shape) for name, shape in shapes.items()]

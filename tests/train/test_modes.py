@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_tasks import TINY, assert_same_first_step, rows
 
+from train import checkpoint
 from train.config import Config
 from train.modes import Asynchronous, Modes
 from train.step import Setup
@@ -60,6 +62,26 @@ def test_one_step_and_a_drain_are_a_synchronous_step(task, schedule, segment):
     got, want = setup.to_canonical(state), setup.to_canonical(want)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), got.layers, want.layers)
     assert_same_first_step(got.params, want.params, want.optimizer[1].mu)
+
+
+def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_path):
+    mode = Asynchronous(Setup(config("toy_family:Running", asynchronous={})))
+    saved = mode.to_saved(mode.begin(mode.setup.init(), 0))
+    old = {name: leaf for name, leaf in saved.items() if not name.startswith("flight.states")}
+    assert 0 < len(old) < len(saved)
+    old |= {name: leaf + 1 for name, leaf in saved.items() if name.startswith("states")}
+    with checkpoint.checkpoints_in(tmp_path) as checkpoints:
+        checkpoint.save(checkpoints, 3, old, data={}, run={})
+        checkpoints.wait()
+        restored, _ = checkpoint.restore(checkpoints, 3, mode.saved_shapes)
+    carried = mode.from_saved(restored, 3)
+    assert {name: jnp.shape(leaf) for name, leaf in mode.to_saved(carried).items()} == {
+        name: leaf.shape for name, leaf in saved.items()
+    }
+    for name, leaf in carried["states"].items():
+        np.testing.assert_array_equal(leaf, saved[f"states.{name}"] + 1)
+        for shard in carried["flight"]["states"][name]:
+            np.testing.assert_array_equal(shard, leaf)
 
 
 @pytest.mark.slow
