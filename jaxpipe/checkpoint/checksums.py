@@ -62,6 +62,8 @@ def verify_checksums(folder: Path, names: Sequence[str] | None = None) -> None:
         expected = {name: sums[name] for name in (sums if names is None else names)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{FILE} cannot be read ({error})") from error
+    if not expected:
+        raise DamagedError(f"{FILE} lists no file")
     if str(step) != folder.name:
         raise DamagedError(f"its files are those of step {step}, under another name")
     if names is None:
