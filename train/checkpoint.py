@@ -15,7 +15,7 @@ from typing import Any
 from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import DamagedError, Found, reading
 from train import configured, tasks
-from train.config import Config
+from train.config import Config, upgraded
 from train.errors import Failure, refused
 from train.step import TrainState
 
@@ -28,8 +28,14 @@ IN_FLIGHT = "in_flight"
 def checkpoints_in(
     folder: Path, *, keep: int = 1, keep_every: int | None = None, read_only: bool = False
 ) -> Checkpoints:
-    """Opens the checkpoints of a run."""
-    return Checkpoints(folder, keep=keep, keep_every=keep_every, read_only=read_only)
+    """Opens the checkpoints of a run, also those that older versions wrote without checksums."""
+    return Checkpoints(
+        folder, keep=keep, keep_every=keep_every, read_only=read_only, older=_check_description
+    )
+
+
+def _check_description(run: dict[str, Any]) -> None:
+    Config(**upgraded(run["config"]))
 
 
 def save(
@@ -63,14 +69,18 @@ def restore(checkpoints: Checkpoints, step: int, shapes: PyTree) -> tuple[PyTree
       shapes: shapes of what was saved, with shardings.
 
     Returns:
-      What was saved, and the position in the data.
+      What was saved, and the position in the data. Arrays by name may be fewer than asked for:
+      older versions saved fewer of a pipeline in mid-flight.
 
     Raises:
       ConfigError: the files hold something else than what was saved.
     """
     with readable(step):
         if isinstance(shapes, dict):
-            return checkpoints.restore_arrays(step, shapes)
+            saved = checkpoints.shapes(step).keys()
+            return checkpoints.restore_arrays(
+                step, {name: shapes[name] for name in shapes if name in saved}
+            )
         state, data = checkpoints.restore_arrays(step, _as_dict(shapes))
         return TrainState(**state), data
 
@@ -155,18 +165,21 @@ def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
 
 
 def description(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
-    """Reads what a checkpoint says about its run.
+    """Reads what a checkpoint says about its run, in today's names: see `train.config.upgraded`.
 
     Raises:
       ConfigError: it says nothing that this version understands.
     """
     with readable(step):
         saved = checkpoints.read_run(step)
-        # Both must be there; a configuration without a task would be that of the default one.
-        task, data_sha256 = saved["config"]["task"], saved["data_sha256"]
-        Config(**saved["config"] | {"task": task})
-        layout = dict(saved.get(IN_FLIGHT) or {}) or None
-        return saved | {IN_FLIGHT: layout, "data_sha256": data_sha256}
+        own, config = f"{saved['config']['task']}.", upgraded(saved["config"])
+        Config(**config)
+        layout = {
+            f"model.{path.removeprefix(own)}" if path.startswith(own) else path: value
+            for path, value in (saved.get(IN_FLIGHT) or {}).items()
+        }
+        today = {"config": config, IN_FLIGHT: layout or None}
+        return saved | today | {"data_sha256": saved["data_sha256"]}  # which must be there
 
 
 def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:

@@ -383,6 +383,25 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(), sort_keys=False)
 
 
+def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
+    """Brings the content of an older file or checkpoint into today's form.
+
+    Every family except the GPT used to have a section with its own name, and a file held those of
+    all families. Now the section of the task is ``model``. The others never had an effect. There
+    used to be ``pipeline.slices`` as well, which changed how long a step took.
+
+    Example:
+      >>> upgraded({"task": "resnet", "model": {"width": 8}, "resnet": {"depth": 20}, "bert": {}})
+      {'task': 'resnet', 'model': {'depth': 20}}
+    """
+    kept = {name: value for name, value in raw.items() if name not in tasks.names()}
+    if isinstance(pipeline := kept.get("pipeline"), dict):
+        kept["pipeline"] = {name: value for name, value in pipeline.items() if name != "slices"}
+    task = raw.get("task", "gpt")
+    own = raw.get(task) if task in tasks.names() else None
+    return kept if own is None else kept | {"model": own}
+
+
 def remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:
     """Removes the entry that a path of keys leads to, if it is there."""
     for key in keys[:-1]:

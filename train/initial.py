@@ -19,7 +19,7 @@ from jaxpipe import Checkpoints, load_params
 from models import hugging_face
 from train import checkpoint, run_folder, tasks
 from train.command_line import load_yaml
-from train.config import Config
+from train.config import Config, upgraded
 from train.data.folder import TOKENIZER_FILE
 from train.errors import ConfigError, Failure, refused
 from train.metrics import say
@@ -85,7 +85,8 @@ def described(source: Source) -> tuple[str, dict[str, Any]]:
       ValueError: they cannot be read, or are of a model that no task trains.
     """
     if source.is_run:
-        config = Config.model_validate(load_yaml(source.folder / run_folder.CONFIG_FILE))
+        raw = upgraded(load_yaml(source.folder / run_folder.CONFIG_FILE))
+        config = Config.model_validate(raw)
         return config.task, config.model.model_dump()
     if not source.folder.is_dir():
         raise ValueError("there is no such folder.")

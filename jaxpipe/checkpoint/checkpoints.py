@@ -28,7 +28,7 @@ from jaxpipe.checkpoint import checksums, keeping, recovery
 from jaxpipe.checkpoint.checksums import DamagedError
 from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import DATA, RUN, STATE, Found
+from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -67,6 +67,8 @@ class Checkpoints:
       keep: how many of the latest checkpoints to keep, at least 1; the best one is kept as well.
       keep_every: checkpoints of steps that are multiples of it are kept for good; None for none.
       read_only: never write.
+      older: accepts checkpoints without checksums, which earlier versions of the trainer wrote: it
+        takes what `save_arrays` was given as ``run``, and raises if that makes no sense.
 
     Raises:
       ValueError: a folder that is a file, or nothing to keep.
@@ -88,9 +90,10 @@ class Checkpoints:
         keep: int = 1,
         keep_every: int | None = None,
         read_only: bool = False,
+        older: Older | None = None,
     ) -> None:
         self._folder, self._keep, self._keep_every = Path(folder).resolve(), keep, keep_every
-        self._read_only = read_only
+        self._read_only, self._older = read_only, older
         problems: list[Problem | str] = [*below_one(keep=keep, keep_every=keep_every)]
         is_file = self._folder.exists() and not self._folder.is_dir()
         if is_file:
@@ -120,7 +123,7 @@ class Checkpoints:
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
-        fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder)))
+        fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
         return Found.from_dict(fields)
 
     @property
@@ -262,7 +265,7 @@ class Checkpoints:
 
     def _damage(self, step: int) -> str | None:
         try:
-            recovery.verify(self._folder / str(step))
+            recovery.verify(self._folder / str(step), self._older)
         except DamagedError as error:
             return str(error)
         return None
@@ -293,7 +296,7 @@ class Checkpoints:
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
-        described = dict(run or {})
+        described = {**(run or {}), CHECKSUMS: checksums.FILE}
         _require_json("data", data)
         _require_json("run", described)
         manager = self._manager or self._open()

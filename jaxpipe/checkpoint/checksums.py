@@ -58,13 +58,14 @@ def verify_checksums(folder: Path, names: Sequence[str] | None = None) -> None:
     """
     try:
         record = read_json(folder / FILE)
-        step, sums = record[_STEP], record[_FILES]
+        # Older versions wrote checksums alone, without the step and sizes.
+        step, sums = record.get(_STEP), record.get(_FILES, record)
         expected = {name: sums[name] for name in (sums if names is None else names)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{FILE} cannot be read ({error})") from error
     if not expected:
         raise DamagedError(f"{FILE} lists no file")
-    if str(step) != folder.name:
+    if step is not None and str(step) != folder.name:
         raise DamagedError(f"its files are those of step {step}, under another name")
     if names is None:
         _verify_step_metadata(folder, {name.partition("/")[0] for name in expected if "/" in name})
@@ -85,11 +86,11 @@ def _verify_step_metadata(folder: Path, items: set[str]) -> None:
 
 
 def _problem(folder: Path, name: str, expected: Any) -> str | None:
-    checksum, size = expected
+    checksum, size = expected if isinstance(expected, list) else (expected, None)
     try:
         # Another size is enough to tell, and a device has no end to be read to.
         actual = num_bytes(folder / name)
-        if size == actual and _checksum(folder / name) == checksum:
+        if size in (None, actual) and _checksum(folder / name) == checksum:
             return None
     except FileNotFoundError:
         return f"{name} is missing"

@@ -72,7 +72,8 @@ def read_loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float
     try:
         if metrics is None:
             metrics = read_json(folder / _METRICS_FILE)
-            checksums.verify_checksums(folder, [_METRICS_FILE])
+            if (folder / checksums.FILE).exists():
+                checksums.verify_checksums(folder, [_METRICS_FILE])
         return loss if math.isfinite(loss := held_out(metrics)) else math.inf
     except (OSError, ValueError, KeyError, TypeError, DamagedError):
         return math.inf

@@ -213,6 +213,58 @@ def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task,
     assert shown == fields | {"--help", "--config", "--resume", "--dry-run", "--evaluate"}
 
 
+OLDER = {
+    "run_dir": "r",
+    "task": "resnet",
+    "model": {"num_heads": 2},
+    "bert": {},
+    "mesh": {"data": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        # As older versions wrote it into run folders and checkpoints: every family's section.
+        (
+            OLDER | {"resnet": {"depth": 14}, "transformer": {"width": 8}},
+            {"run_dir": "r", "task": "resnet", "mesh": {"data": 4}, "model": {"depth": 14}},
+        ),
+        # As people wrote it.
+        ({"task": "bert", "bert": {"width": 8}}, {"task": "bert", "model": {"width": 8}}),
+        ({"task": "gpt", "model": {"width": 8}}, {"task": "gpt", "model": {"width": 8}}),
+        ({"model": {"width": 8}, "bert": {"width": 9}}, {"model": {"width": 8}}),
+        ({"task": "resnet", "model": {"depth": 14}}, {"task": "resnet", "model": {"depth": 14}}),
+        # When actions could be cut into slices.
+        ({"pipeline": {"slices": True, "chunks": 2}}, {"pipeline": {"chunks": 2}}),
+    ],
+)
+def test_files_of_older_versions(tmp_path, capsys, raw, expected):
+    assert config.upgraded(raw) == expected
+    found = command_line.parse(["--config", str(_write(tmp_path, yaml.safe_dump(raw)))])
+    assert found.failures == ()
+    assert found.config == config.Config(**expected)
+    assert ("pipeline.slices" in capsys.readouterr().err) == ("slices" in raw.get("pipeline", {}))
+
+
+def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
+    path = _write(tmp_path, "task: resnet\nresnet: {dept: 14}\n")
+    (message,) = _messages(path)
+    assert f"model.dept in {path} is not a field. Nearest valid: model.depth" in message
+
+
+def test_options_of_older_versions_are_refused_with_their_new_names():
+    options = ["--task", "resnet", "--resnet.num-classes", "3", "--resnet.depth=8"]
+    options += ["--pipeline.no-slices"]
+    with pytest.raises(errors.ConfigError) as error:
+        command_line.parse(options)
+    assert str(error.value).splitlines() == [
+        "--resnet.num-classes has another name now: --model.num-classes.",
+        "--resnet.depth=8 has another name now: --model.depth=8.",
+        "--pipeline.no-slices is no option any more: actions always run whole. Leave it out.",
+    ]
+
+
 def test_another_task_than_that_of_the_file(tmp_path):
     path = _write(tmp_path, "task: resnet\nmodel: {depth: 14, norm: batch}\nmesh: {data: 3}\n")
     invocation = command_line.parse(["--config", str(path), "--task", "gpt", "--model.width", "8"])

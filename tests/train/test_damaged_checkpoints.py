@@ -28,12 +28,7 @@ def _state(step):
 
 def _save(checkpoints, step, eval_loss=None):
     checkpoint.save(
-        checkpoints,
-        step,
-        _state(step),
-        data={"next": step},
-        run={"of": "tests"},
-        eval_loss=eval_loss,
+        checkpoints, step, _state(step), data={"next": step}, run={}, eval_loss=eval_loss
     )
     checkpoints.wait()
 
@@ -46,6 +41,7 @@ def _latest(folder):
 def _assert_restores(folder, step):
     with checkpoints_in(folder, read_only=True) as checkpoints:
         state, data = checkpoint.restore(checkpoints, step, _state(0))
+        assert checksums.FILE in checkpoints.read_run(step).values()
     assert data == {"next": step}
     for name, expected in _state(step).params.items():
         np.testing.assert_array_equal(state.params[name], expected, strict=True)
@@ -60,12 +56,7 @@ def whole(tmp_path_factory):
         # Without waiting in between, as in training.
         for step, loss in LOSSES.items():
             checkpoint.save(
-                checkpoints,
-                step,
-                _state(step),
-                data={"next": step},
-                run={"of": "tests"},
-                eval_loss=loss,
+                checkpoints, step, _state(step), data={"next": step}, run={}, eval_loss=loss
             )
     assert _latest(folder) == 2
     for step in LOSSES:
@@ -203,7 +194,7 @@ def test_the_damaged_step_is_saved_again_and_nothing_is_deleted(folder):
     [
         (lambda path: path.write_text("not a folder"), "it is not a folder"),
         (lambda path: path.mkdir(), "its folder is empty"),
-        (lambda path: (path / "state" / "d").mkdir(parents=True), "checksums.json is missing"),
+        (lambda path: (path / "state" / "d").mkdir(parents=True), "it cannot be read (FileNotFou"),
     ],
 )
 def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
@@ -239,6 +230,16 @@ def test_no_name_in_a_checkpoint_commands_the_terminal(folder):
 
 def test_checksums_of_no_file_say_nothing(folder):
     (folder / "2" / checksums.FILE).write_text('{"step": 2, "files": {}}')
+    assert _latest(folder) == 1
+
+
+def test_checksums_without_step_and_sizes_are_of_an_older_version(folder):
+    path = folder / "2" / checksums.FILE
+    sums = {name: value[0] for name, value in json.loads(path.read_text())["files"].items()}
+    path.write_text(json.dumps(sums))
+    _assert_restores(folder, 2)
+    assert _latest(folder) == 2
+    _flip(folder / "2" / "data" / "metadata", 9)
     assert _latest(folder) == 1
 
 
@@ -317,3 +318,51 @@ def test_no_whole_one_is_refused_in_one_line(folder):
     assert "checkpoint 2: checksums.json is missing; checkpoint 1: state/" in message
     assert "\n" not in message
     assert none_whole(checkpoints_in(folder / "new").found, run_dir="runs/one") == []
+
+
+@pytest.fixture
+def old(folder):
+    """The same as a version without checksums wrote them."""
+    for step in LOSSES:
+        (folder / str(step) / checksums.FILE).unlink()
+        path = folder / str(step) / "run" / "metadata"
+        run = json.loads(path.read_text())
+        del run["checksums"]
+        path.write_text(json.dumps(run | {"config": {}}))
+    return folder
+
+
+def test_an_older_version_wrote_no_checksums(old):
+    with checkpoints_in(old, keep=1) as checkpoints:
+        assert checkpoints.latest == 2
+        (note,) = checkpoints.found.notes()
+        assert note.startswith("checkpoint 2 carries no checksums: an older version wrote it")
+        state, data = checkpoint.restore(checkpoints, 2, _state(0))
+        np.testing.assert_array_equal(state.params["weight"], _state(2).params["weight"])
+        assert data == {"next": 2}
+        _save(checkpoints, 3)
+        assert checkpoints.steps == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data/metadata", "run/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/ocdbt.*/d"],
+)
+# Orbax gives up after the first array that it cannot read; tensorstore prints one for the others.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name):
+    (path,) = (old / "2").glob(name)
+    for file in [path] if path.is_file() else path.iterdir():
+        DAMAGE["truncated"](file)
+    with checkpoints_in(old, read_only=True) as checkpoints:
+        assert checkpoints.latest == 1
+        skipped, unverified = checkpoints.found.notes()
+    assert skipped.startswith("skipping checkpoint 2: it cannot be read (")
+    assert "\n" not in skipped
+    assert unverified.startswith("checkpoint 1 carries no checksums")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"config": {"mesh": 3}}'])
+def test_an_older_version_s_checkpoint_that_describes_no_run(old, text):
+    (old / "2" / "run" / "metadata").write_text(text)
+    assert _latest(old) == 1
