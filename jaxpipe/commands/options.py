@@ -67,21 +67,21 @@ def say_written(path: Path) -> None:
 
 
 def parse_costs(text: str, *, option: str = "costs") -> Costs:
-    """Reads "F,B,W" or "F,B,W,message", the value of an option.
+    """Reads "F,B,W", "F,B,W,message" or "F,B,W,message,overlap", the value of an option.
 
     Raises:
-      ValueError: the text is not three or four numbers, or a number is out of range.
+      ValueError: the text is not three to five numbers, or a number is out of range.
 
     Example:
       >>> parse_costs("1,1.2,0.8")
-      Costs(f=1.0, b=1.2, w=0.8, message=0.0)
+      Costs(f=1.0, b=1.2, w=0.8, message=0.0, overlap=0.0)
     """
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (3, 4):
-        rule = "must be three or four numbers, F,B,W or F,B,W,message"
+    if len(numbers) not in (3, 4, 5):
+        rule = "must be three or four numbers, F,B,W or F,B,W,message, or also the share of overlap"
         refuse([Problem(option, text, rule, {option: DEFAULT_COSTS})])
     try:
         return Costs(*numbers)

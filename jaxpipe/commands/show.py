@@ -89,8 +89,10 @@ def show(
       microbatches: m, microbatches per batch; every schedule but a file needs it.
       chunks: v, chunks per stage; by default the schedule's own.
       group: microbatches that interleaved and breadth-first schedules take together.
-      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. For
-        `auto`, which holds one or two chunks per stage, half a stage's.
+      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
+        fifth number is the share of the shorter that an overlapped pair of forward and backward
+        saves: 1,1.2,0.8,0.1,0.5. For `auto`, which holds one or two chunks per stage, half a
+        stage's.
       layers: layers of the whole model, with --layer-costs in place of --costs: `auto` then chooses
         among all numbers of chunks that they can form.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.

@@ -26,6 +26,9 @@ class Costs:
       b: backward for the input, as f.
       w: backward for the weights, as f.
       message: one message between two stages, 0 to 1e100.
+      overlap: how much an overlapped pair of a forward and a backward saves, as a share of the
+        shorter of both, 0 to 1. Only the free-running clock reads it: the device clock is that of
+        jaxpipe's program, which runs one after the other.
 
     Raises:
       ValueError: a cost is out of range or not a number.
@@ -35,6 +38,7 @@ class Costs:
     b: float
     w: float
     message: float = 0.0
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         problems = [
@@ -46,6 +50,8 @@ class Costs:
             problems.append(
                 f"costs.message={self.message} must be a finite number from 0 to 1e100."
             )
+        if not 0 <= self.overlap <= 1:
+            problems.append(f"costs.overlap={self.overlap} must be a share from 0 to 1.")
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -65,6 +71,23 @@ UNIT = Costs(1, 1, 1)
 def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     """Durations of every kind of action, by virtual stage."""
     return [{kind: cost.of(kind) for kind in HELD} for cost in costs]
+
+
+def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float]:
+    """Computes how long the actions of a unit (`Schedule.units`) take, free-running: a pair shares
+    what its overlap saves.
+
+    Example:
+      >>> pair = Action.parse("0F1"), Action.parse("0BW0")
+      >>> unit_durations(pair, [Costs(1, 1, 1, overlap=0.6)])
+      [0.8, 1.6]
+    """
+    durations = [costs[action.virtual_stage].of(action.kind) for action in unit]
+    overlap = costs[unit[0].virtual_stage].overlap
+    if len(unit) == 1 or not overlap:
+        return durations
+    share = 1 - overlap * min(durations) / math.fsum(durations)
+    return [share * duration for duration in durations]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +132,12 @@ class Timeline:
             math.fsum(durations[action.virtual_stage][action.kind] for action in order)
             for order in self.schedule.orders
         ]
+        if self.schedule.overlapped and self.clock == "free-running":
+            units = map(self.schedule.units, range(len(busy)))
+            busy = [
+                math.fsum(time for unit in row for time in unit_durations(unit, self.costs))
+                for row in units
+            ]
         # Without a bubble the two sums may differ in their last digit.
         return tuple(max(0.0, 1 - time / self.makespan) for time in busy)
 
@@ -233,8 +262,9 @@ def _walk(schedule: Schedule, costs: Sequence[Costs] | None = None) -> Walk:
     if costs is None:
         walked = walk(schedule)
     else:
+        prices = costs
         messages = [cost.message for cost in costs] if any(c.message for c in costs) else ()
-        walked = walk(schedule, durations=kind_durations(costs), messages=messages)
+        walked = walk(schedule, durations=lambda u: unit_durations(u, prices), messages=messages)
     # Only `validate` knows how to explain a schedule that stops; pay for it only then.
     if walked.blockers or not all(schedule.orders):
         validate(schedule)

@@ -194,7 +194,7 @@ def test_two_schedules_lie_one_above_the_other_and_can_be_hidden(look):
 
 def test_pairs_have_a_frame_and_the_pointer_says_so(look):
     schedule = build("dualpipe-v-published", stages=3, microbatches=7)
-    clocks = timelines(schedule, Costs(1, 1, 1))
+    clocks = timelines(schedule, Costs(1, 1, 1, overlap=0.5))
     page = look(clocks)
     assert "forward and backward together" in page.locator("#legend").inner_text()
     parts = clocks.free_running.rows[0]

@@ -32,9 +32,10 @@ def ticked():
     return device_clock(schedule, costs)
 
 
-def test_text_of_pairs_names_both_and_marks_the_forward():
+@pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
+def test_text_of_pairs_names_both_and_marks_the_forward(overlap):
     schedule = build("dualpipe-v-published", stages=3, microbatches=14)
-    drawn = simulate(schedule, Costs(1, 0.8, 0.3, 0.2))
+    drawn = simulate(schedule, Costs(1, 0.8, 0.3, 0.2, overlap))
     together = set(schedule.overlapped)
     for line, row in zip(stage_lines(draw.text(drawn)), drawn.rows, strict=True):
         labels = [f"{part.action}" + "+" * (part.action in together) for part in row]

@@ -14,11 +14,12 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
 from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import parse_csv, write_csv
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.show import draw
-from jaxpipe.schedule.simulate import UNIT, simulate
+from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 PYTORCH = Path(__file__).with_name("dualpipe_v.json")
 """What PyTorch's ScheduleDualPipeV gives: `write_pytorch`."""
@@ -63,11 +64,23 @@ def test_dualpipe_v_with_few_microbatches():
 
 
 def test_bubble_of_dualpipe_v():
-    """In half-stage units: pairs cost what waits for both of their inputs and results."""
+    """In half-stage units. What the pairs cost is what overlap may save."""
     for p, extra in itertools.product(range(1, 9), (0, 3)):
         schedule, work = published(p, 2 * p + extra), 6 * (2 * p + extra)
         assert simulate(schedule, UNIT).makespan == work + 2 * (p - 1)
         assert simulate(split_backwards(schedule), UNIT).makespan == work + p - 1
+        hidden = simulate(schedule, dataclasses.replace(UNIT, overlap=1.0))
+        assert hidden.makespan <= work + p - 1 - 2 * (p > 1) * extra
+
+
+@pytest.mark.parametrize(("overlap", "makespan"), [(0.0, 6), (0.5, 5.5), (1.0, 5)])
+def test_a_pair_takes_as_long_as_both_less_what_overlap_saves(overlap, makespan):
+    schedule = parse_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    timeline = simulate(schedule, Costs(1, 1, 1, overlap=overlap))
+    assert timeline.makespan == makespan
+    assert timeline.bubble_ratio == pytest.approx(0)
+    # The device clock is that of a program that runs one after the other.
+    assert device_clock(schedule, Costs(1, 1, 1, overlap=overlap)).makespan == 6
 
 
 def test_a_pair_waits_for_both_inputs_and_gives_both_results_at_its_end():

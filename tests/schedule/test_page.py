@@ -64,7 +64,7 @@ def test_the_page_holds_every_action_once_at_the_times_of_every_clock(name):
 
 
 def test_the_page_frames_every_pair_from_its_forward_to_its_backward():
-    costs = dataclasses.replace(COSTS, message=0.2)
+    costs = dataclasses.replace(COSTS, message=0.2, overlap=0.5)
     schedule = build("dualpipe-v-published", stages=3, microbatches=7)
     (shown,) = data_of(page([timelines(schedule, costs)]))["schedules"]
     for timeline in shown["timelines"]:

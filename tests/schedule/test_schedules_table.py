@@ -62,7 +62,7 @@ def test_the_table_names_every_schedule():
 def test_bubble_and_peak_of_the_row(row):
     name, bubble, condition, peak, chunks = row
     condition, _, exception = re.fullmatch(r"(.*?)( \((.*)\))?", condition.strip()).groups()
-    bubble, at_most = bubble.removeprefix("at most "), "at most" in bubble
+    bubble, at_most = bubble.removeprefix("at most ").split(", less")[0], "at most" in bubble
     peak, _, where = peak.partition(", if ")
     seen = 0
     for p, m, options in shapes(chunks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies
 
@@ -86,7 +86,7 @@ class Results:
 def walk(
     schedule: Schedule,
     *,
-    durations: Sequence[Mapping[Kind, float]] | None = None,
+    durations: Callable[[Sequence[Action]], Sequence[float]] | None = None,
     messages: Sequence[float] = (),
 ) -> Walk:
     """Runs the orders greedily: a unit (`Schedule.units`) starts when its stage is free and its
@@ -98,26 +98,28 @@ def walk(
     The walk ends for any schedule, after one visit of every action and every wait.
 
     Args:
-      durations: how long each kind of action takes, by virtual stage; None for one tick per unit.
+      durations: computes how long each action of a unit takes; None for one tick per unit.
       messages: how long a result travels to another stage, by virtual stage; none for no time.
-        With either, virtual stages must be in range.
+        Virtual stages must then be in range.
     """
     results, together = Results(schedule), frozenset(schedule.overlapped)
     stages, begin = schedule.placement.stages, 0 if durations is None else 0.0
     walked = Walk([[] for _ in schedule.orders], [[] for _ in schedule.orders], {})
     done: dict[int, float] = {}  # result -> end
     waiting: dict[int, list[int]] = collections.defaultdict(list)  # result -> stages
-    known: dict[tuple[Kind, int], tuple[int, list[tuple[int, float]], float]] = {}
+    known: dict[tuple[Kind, int], tuple[int, list[tuple[int, float]], Sequence[float]]] = {}
     ready = [*range(len(schedule.orders))]
 
-    def facts_of(action: Action) -> tuple[int, list[tuple[int, float]], float]:
+    def take(unit: Sequence[Action]) -> Sequence[float]:
+        return [1, 0][: len(unit)] if durations is None else durations(unit)
+
+    def facts_of(action: Action) -> tuple[int, list[tuple[int, float]], Sequence[float]]:
         """Numbers of microbatch 0's result and inputs, with travel times, and its duration."""
         number, inputs = results.first(action)
         senders = [results.action(needed).virtual_stage for needed in inputs] if messages else ()
         own = stages[action.virtual_stage] if messages else 0
         lags = [messages[s] if stages[s] != own else 0 for s in senders] or [0] * len(inputs)
-        time = 1 if durations is None else durations[action.virtual_stage][action.kind]
-        return number, [*zip(inputs, lags, strict=True)], time
+        return number, [*zip(inputs, lags, strict=True)], take((action,))
 
     def advance(stage: int) -> None:
         """Runs a stage until it waits for a result or has run everything."""
@@ -127,13 +129,12 @@ def walk(
             unit: Sequence[Action] = order[position : position + 1]
             if together and unit[0] in together:
                 unit = order[position : position + 2]
-            results_of_unit, times = [], []
+            results_of_unit = []
             for action in unit:
                 place, i = (action.kind, action.virtual_stage), action.microbatch
                 if (facts := known.get(place)) is None:
                     facts = known[place] = facts_of(action)
-                number, inputs, time = facts
-                times.append(time)
+                number, inputs, times = facts
                 for needed, lag in inputs:
                     if (end := done.get(needed + i)) is None:
                         waiting[needed + i].append(stage)
@@ -142,9 +143,7 @@ def walk(
                         free = end + lag
                 if action.kind is not Kind.W:
                     results_of_unit.append(number + i)
-            if durations is None:
-                times[1:] = [0] * (len(unit) - 1)
-            for time in times:
+            for time in times if len(unit) == 1 else take(unit):
                 starts.append(free)
                 free += time
                 ends.append(free)

@@ -41,7 +41,7 @@ def dualpipe_v_published(num_stages: int, num_microbatches: int) -> Schedule:
 
     ============  =====================================================================
     bubble        p-1 in full-stage units at F=B=W, m >= 2p, if a pair takes as long as both of its
-                  passes, as on both clocks
+                  passes; less with ``Costs.overlap``
     in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
     constraints   p >= 1, m >= 1, v = 2 on the V placement; for m < 2p the schedule is that of 2p
                   microbatches without the surplus ones
