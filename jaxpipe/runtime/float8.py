@@ -31,6 +31,10 @@ class Quantized(NamedTuple):
     values: jax.Array
     scale: jax.Array
 
+    def widened(self, dtype: Any) -> jax.Array:
+        """The tensor in a wider dtype, which has room for all of it."""
+        return self.values.astype(dtype) * self.scale.astype(dtype)
+
 
 def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
     """Finds the scale of tensors from the largest of their absolute values.

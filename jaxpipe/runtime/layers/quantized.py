@@ -12,13 +12,12 @@ it is cut into F, B and W.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
+from jax.extend.core import ClosedJaxpr
 
 from jaxpipe.runtime.float8 import E4M3, E5M2, Quantized, quantize
 from jaxpipe.runtime.layers import jaxprs
@@ -26,98 +25,109 @@ from jaxpipe.runtime.layers.jaxprs import FORMS, Atom, Env, Eqn, Eqns, Vars
 from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.problems import refuse
 
-_SUMS = {"add", "add_any", "pad"}
-"""Primitives that put a gradient together, beside forms."""
 Names = dict[Atom, str]
 """Variables that are a chosen weight in some form, and its name."""
 
-
-class Programs(NamedTuple):
-    """A layer's flat forward and backward programs, as `split.split_layer` cuts them."""
-
-    forward: core.ClosedJaxpr
-    backward: core.ClosedJaxpr
+_SUMS = {"add", "add_any", "pad"}
+"""Primitives that put a gradient together, beside forms."""
+_SCALE = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def quantize_matmuls(
-    programs: Programs,
+    forward: ClosedJaxpr,
+    backward: ClosedJaxpr,
     names: Sequence[str | None],
     trained: Sequence[int],
     *,
     num_outputs: int,
     num_x: int,
-) -> Programs:
-    """Rewrites the matmuls of chosen weights.
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Rewrites the matmuls of chosen weights in a layer's flat programs.
 
     Args:
-      programs: the forward takes parameters first and returns residuals last; the backward takes
-        them first and returns gradients of the parameters that are trained last.
+      forward: takes parameters first and returns residuals last.
+      backward: takes residuals first and returns gradients of parameters last.
       names: the names of chosen weights, None for other parameters.
-      trained: numbers of the parameters that are trained.
+      trained: numbers of the parameters that have gradients.
       num_outputs: how many results of the forward come before the residuals.
       num_x: how many results of the backward come before the gradients.
 
     Returns:
-      The programs; the forward takes chosen weights in E4M3, and their scales behind the
-      parameters.
+      Forward and backward. The forward takes chosen weights in E4M3, and behind the parameters the
+      list of their scales; it returns some residuals also quantized, which the backward takes
+      behind the others.
 
     Raises:
       ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise.
     """
-    forward, backward = (program.jaxpr for program in programs)
-    residuals = forward.outvars[num_outputs:]
-    behind = dict(zip(backward.invars, residuals, strict=False))
-    weights = {v: n for v, n in zip(forward.invars, names, strict=False) if n is not None}
-    in_f = _matmuls(forward.eqns, weights)
-    in_backward = {v: weights[r] for v, r in behind.items() if jaxprs.is_var(r) and r in weights}
-    in_b = _matmuls(backward.eqns, in_backward)
-    gradients = zip(trained, backward.outvars[num_x:], strict=True)
-    in_w = {
-        id(eqn)
-        for n, v in gradients
-        if (name := names[n]) is not None
-        for eqn in _makers(backward.eqns, v, name)
-    }
-    dots = [eqn for eqn in backward.eqns if id(eqn) in in_b | in_w]
-    kept = [v for v in behind if v in in_backward or any(v in eqn.invars for eqn in dots)]
-    chosen = [n for n, name in enumerate(names) if name is not None]
+    eqns = backward.jaxpr.eqns
+    weights = _chosen(forward.jaxpr.invars, names)
+    in_forward = _matmuls(forward.jaxpr.eqns, weights)
+    source = dict(zip(backward.jaxpr.invars, forward.jaxpr.outvars[num_outputs:], strict=False))
+    read = {v: weights[r] for v, r in source.items() if jaxprs.is_var(r) and r in weights}
+    in_backward = _matmuls(eqns, read)
+    for n, gradient in zip(trained, backward.jaxpr.outvars[num_x:], strict=True):
+        if (name := names[n]) is not None:
+            in_backward |= _makers(eqns, gradient, name)
+    operands = {v for eqn in eqns if id(eqn) in in_backward for v in eqn.invars}
+    kept = [v for v in source if v in read or v in operands]
+    return (
+        _forward(forward, names, in_forward, set(weights), [source[v] for v in kept]),
+        _backward(backward, len(source), in_backward, set(read), kept),
+    )
 
-    def run_forward(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
-        env = jaxprs.consts(programs.forward)
-        env |= dict(zip(forward.invars, [*params, *rest], strict=True))
-        pairs = {}
-        for n, scale in zip(chosen, scales, strict=True):
-            var = forward.invars[n]
-            pairs[var] = Quantized(params[n], scale)
-            env[var] = params[n].astype(var.aval.dtype) * scale.astype(var.aval.dtype)
-        run = _Run(env, pairs, in_f, set(weights), set())
-        run.eqns(forward.eqns)
-        found = [leaf for v in kept for leaf in run.quantized(behind[v])]
-        return [*jaxprs.values(forward.outvars, run.env), *found]
 
-    def run_backward(values: list[Tree], pairs: list[Tree], dy: list[Tree]) -> list[Tree]:
-        env = jaxprs.consts(programs.backward)
-        env |= dict(zip(backward.invars, [*values, *dy], strict=True))
-        late = jaxprs.reachable(backward.eqns, set(backward.invars[len(behind) :]))
-        quantized = {v: Quantized(*pair) for v, pair in zip(kept, pairs, strict=True)}
-        run = _Run(env, quantized, in_b | in_w, set(in_backward), late)
-        run.eqns(backward.eqns)
-        return jaxprs.values(backward.outvars, run.env)
+def _forward(
+    program: ClosedJaxpr,
+    names: Sequence[str | None],
+    matmuls: set[int],
+    weights: Vars,
+    kept: list[Atom],
+) -> ClosedJaxpr:
+    """The forward with quantized matmuls, which also returns ``kept`` quantized."""
+    jaxpr = program.jaxpr
+    chosen = list(_chosen(jaxpr.invars, names))
 
-    given, inputs = map(jaxprs.shapes_of_variables, (forward.invars, backward.invars))
+    def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
+        env = jaxprs.consts(program) | dict(zip(jaxpr.invars, [*params, *rest], strict=True))
+        pairs = {v: Quantized(env[v], scale) for v, scale in zip(chosen, scales, strict=True)}
+        env |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
+        evaluation = _Evaluation(env, pairs, matmuls, weights, set())
+        evaluation.run(jaxpr.eqns)
+        found = [leaf for v in kept for leaf in evaluation.quantized(v)]
+        return [*jaxprs.values(jaxpr.outvars, evaluation.env), *found]
+
+    shapes = jaxprs.shapes_of_variables(jaxpr.invars)
     params = [
-        shape if name is None else jax.ShapeDtypeStruct(shape.shape, E4M3)
-        for shape, name in zip(given, names, strict=False)
+        shape if name is None else shape.update(dtype=E4M3)
+        for shape, name in zip(shapes, names, strict=False)
     ]
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    pairs = [(jax.ShapeDtypeStruct(v.aval.shape, E4M3), scale) for v in kept]
-    of_f = jax.make_jaxpr(run_forward)(params, [scale] * len(chosen), given[len(names) :])
-    of_b = jax.make_jaxpr(run_backward)(inputs[: len(behind)], pairs, inputs[len(behind) :])
-    return Programs(jaxprs.flatten(of_f), jaxprs.flatten(of_b))
+    rest = shapes[len(params) :]
+    return jaxprs.flatten(jax.make_jaxpr(run)(params, [_SCALE] * len(chosen), rest))
 
 
-class _Run:
-    """A program that is run with some matmuls quantized.
+def _backward(
+    program: ClosedJaxpr, num_residuals: int, matmuls: set[int], weights: Vars, kept: list[Atom]
+) -> ClosedJaxpr:
+    """The backward with quantized matmuls, which also takes ``kept`` quantized."""
+    jaxpr = program.jaxpr
+    late = jaxprs.reachable(jaxpr.eqns, set(jaxpr.invars[num_residuals:]))
+
+    def run(residuals: list[Tree], pairs: list[Tree], dy: list[Tree]) -> list[Tree]:
+        env = jaxprs.consts(program) | dict(zip(jaxpr.invars, [*residuals, *dy], strict=True))
+        quantized = {v: Quantized(*pair) for v, pair in zip(kept, pairs, strict=True)}
+        evaluation = _Evaluation(env, quantized, matmuls, weights, late)
+        evaluation.run(jaxpr.eqns)
+        return jaxprs.values(jaxpr.outvars, evaluation.env)
+
+    shapes = jaxprs.shapes_of_variables(jaxpr.invars)
+    pairs = [(shape.update(dtype=E4M3), _SCALE) for shape in jaxprs.shapes_of_variables(kept)]
+    residuals, dy = shapes[:num_residuals], shapes[num_residuals:]
+    return jaxprs.flatten(jax.make_jaxpr(run)(residuals, pairs, dy))
+
+
+class _Evaluation:
+    """An evaluation of a program with some matmuls quantized.
 
     Args:
       env: values of its inputs.
@@ -133,8 +143,8 @@ class _Run:
         self.env, self._pairs, self._matmuls = env, pairs, matmuls
         self._weights, self._late = weights, late
 
-    def eqns(self, eqns: Eqns) -> None:
-        """Runs equations in order."""
+    def run(self, eqns: Eqns) -> None:
+        """Evaluates equations in order."""
         for eqn in eqns:
             if not self._weights.isdisjoint(eqn.outvars):
                 self._pairs |= _formed(eqn, self._pairs[eqn.invars[0]])
@@ -169,6 +179,10 @@ def _product(eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
     return (product * (a.scale * b.scale).astype(wide)).astype(dtype)
 
 
+def _chosen(params: Sequence[Atom], names: Sequence[str | None]) -> Names:
+    return {v: name for v, name in zip(params, names, strict=False) if name is not None}
+
+
 def _matmuls(eqns: Eqns, weights: Names) -> set[int]:
     """Finds the matmuls that read weights, by id, and adds the forms that weights take to them."""
     found = set()
@@ -185,26 +199,27 @@ def _matmuls(eqns: Eqns, weights: Names) -> set[int]:
     return found
 
 
-def _makers(eqns: Eqns, gradient: Atom, name: str) -> Iterator[Eqn]:
-    """Yields the matmuls whose sum is a gradient."""
+def _makers(eqns: Eqns, gradient: Atom, name: str) -> set[int]:
+    """Finds the matmuls whose sum is a weight's gradient, by id."""
     made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
-    wanted = [gradient]
+    found, wanted = set(), [gradient]
     while wanted:
         var = wanted.pop()
         if not jaxprs.is_var(var) or var not in made_by:
             continue
         eqn = made_by[var]
         if eqn.primitive.name == "dot_general":
-            yield eqn
+            found.add(id(eqn))
         elif eqn.primitive.name in _SUMS | FORMS:
             wanted += eqn.invars
         else:
             refuse([_unfit(name, "has a gradient made by", eqn)])
+    return found
 
 
 def _unfit(name: str, verb: str, eqn: Eqn) -> str:
     return (
         f"fp8 chooses {name}, which {verb} {eqn.primitive.name!r}. Layers may only multiply by "
-        "what it chooses (dot_general), after casts and other forms: choose fewer, such as "
-        "'*kernel', or add it to full_precision."
+        "what it chooses (dot_general), after casts and changes of shape: choose fewer weights, or "
+        "except this one with full_precision."
     )

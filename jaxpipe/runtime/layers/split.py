@@ -36,7 +36,7 @@ from jaxpipe.runtime.layers.losses import (
     cotangent_of_layer,
     without_metric_gradients,
 )
-from jaxpipe.runtime.layers.quantized import Programs, quantize_matmuls
+from jaxpipe.runtime.layers.quantized import quantize_matmuls
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES, Policy, unknown_remat
 from jaxpipe.runtime.trees import combine, divide
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, Shapes, States, Tree
@@ -129,6 +129,13 @@ class Split:
     def loss(self) -> Shapes:
         """Shapes of the layer's own loss and metrics; None if it has none."""
         return self.traced.loss
+
+    @property
+    def params(self) -> Shapes:
+        """Shapes of the parameters that F, B and W take."""
+        tree = self.traced.params
+        shapes = jaxprs.shapes_of_variables(self.traced.known[: tree.num_leaves])
+        return jax.tree.unflatten(tree, shapes)
 
     @property
     def reads_of_context(self) -> list[int]:
@@ -346,7 +353,8 @@ def _with_quantized_matmuls(
     numbers = jax.tree.unflatten(traced.params, range(count))
     trained = jax.tree.leaves(numbers if frozen is None else divide(numbers, frozen)[0])
     forward, backward = quantize_matmuls(
-        Programs(traced.forward, traced.backward),
+        traced.forward,
+        traced.backward,
         [*names, *[None] * (count - len(names))],
         trained,
         num_outputs=traced.y.num_leaves,
