@@ -99,6 +99,27 @@ def test_a_step_is_that_of_layers_that_quantize_everywhere(schedule, layers):
     chex.assert_trees_all_close(jax.jit(pipe.loss)(placed, batch, rng), loss, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["lora_*", "lora_b"])
+def test_adapters_that_are_trained_or_not_are_quantized_alike(trained):
+    """Beside integers, and in layers that read what all share."""
+    model, _, params, batch, _ = toys.named("adapted")
+    found = []
+    for schedule, stages, zero in (("1f1b", 1, 0), ("zb-v", 2, 3)):
+        pipe = jaxpipe.Pipeline(
+            *(model, params),
+            schedule=schedule,
+            mesh=jaxpipe.make_mesh(stage=stages, data=2),
+            microbatches=4,
+            zero=zero,
+            trainable=["head", "shared/gain", f"layers/{trained}"],
+            fp8="layers/lora_*",
+        )
+        loss, gradients = jax.jit(pipe.value_and_grad)(pipe.place(params), batch(16))
+        found.append(jax.device_get((loss, pipe.unplace(gradients))))
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("product", [jnp.matmul, blocks.matmul])
 def test_every_matmul_of_a_weight_has_operands_of_8_bits(product, remat):
