@@ -32,19 +32,12 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
     def widened(self, dtype: Any) -> jax.Array:
-        """The tensor in a wider dtype, which has room for all of it."""
         return self.values.astype(dtype) * self.scale.astype(dtype)
 
 
 def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
-    """Finds the scale of tensors from the largest of their absolute values.
-
-    The largest value becomes 3/4 to 3/2 of the dtype's largest power of two, and nothing overflows.
-
-    Example:
-      >>> float(scale_for(jnp.float32(320.0), E4M3)), float(scale_for(jnp.float32(1.0), E4M3))
-      (1.0, 0.00390625)
-    """
+    """Finds the scale of tensors from the largest of their absolute values, which becomes 3/4 to
+    3/2 of the dtype's largest power of two: nothing overflows."""
     wide = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
     power = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=0)
     return power * 2.0 ** (1 - jnp.finfo(dtype).maxexp)

@@ -12,7 +12,7 @@ it is cut into F, B and W.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,8 @@ from jaxpipe.runtime.layers.jaxprs import FORMS, Atom, Env, Eqn, Eqns, Vars
 from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.problems import refuse
 
-Names = dict[Atom, str]
-"""Variables that are a chosen weight in some form, and its name."""
-
 _SUMS = {"add", "add_any", "pad"}
 """Primitives that put a gradient together, beside forms."""
-_SCALE = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def quantize_matmuls(
@@ -60,8 +56,9 @@ def quantize_matmuls(
     Raises:
       ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise.
     """
-    eqns = backward.jaxpr.eqns
-    weights = _chosen(forward.jaxpr.invars, names)
+    eqns, count = backward.jaxpr.eqns, len(names)
+    weights = {v: n for v, n in zip(forward.jaxpr.invars, names, strict=False) if n is not None}
+    chosen = list(weights)
     in_forward = _matmuls(forward.jaxpr.eqns, weights)
     source = dict(zip(backward.jaxpr.invars, forward.jaxpr.outvars[num_outputs:], strict=False))
     read = {v: weights[r] for v, r in source.items() if jaxprs.is_var(r) and r in weights}
@@ -71,101 +68,68 @@ def quantize_matmuls(
             in_backward |= _makers(eqns, gradient, name)
     operands = {v for eqn in eqns if id(eqn) in in_backward for v in eqn.invars}
     kept = [v for v in source if v in read or v in operands]
-    return (
-        _forward(forward, names, in_forward, set(weights), [source[v] for v in kept]),
-        _backward(backward, len(source), in_backward, set(read), kept),
-    )
+    late = jaxprs.reachable(eqns, set(backward.jaxpr.invars[len(source) :]))
+
+    def run_forward(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
+        given = dict(zip(forward.jaxpr.invars, [*params, *rest], strict=True))
+        pairs = {v: Quantized(given[v], scale) for v, scale in zip(chosen, scales, strict=True)}
+        given |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
+        results, quantized = _evaluate(forward, given, pairs, in_forward, set(weights), set())
+        return [*results, *(leaf for v in kept for leaf in quantized(source[v]))]
+
+    def run_backward(residuals: list[Tree], pairs: list[Tree], dy: list[Tree]) -> list[Tree]:
+        given = dict(zip(backward.jaxpr.invars, [*residuals, *dy], strict=True))
+        quantized = {v: Quantized(*pair) for v, pair in zip(kept, pairs, strict=True)}
+        return _evaluate(backward, given, quantized, in_backward, set(read), late)[0]
+
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    shapes, inputs = (jaxprs.shapes_of_variables(p.jaxpr.invars) for p in (forward, backward))
+    params = [w.update(dtype=E4M3) if names[n] else w for n, w in enumerate(shapes[:count])]
+    pairs = [(w.update(dtype=E4M3), scale) for w in jaxprs.shapes_of_variables(kept)]
+    of_f = jax.make_jaxpr(run_forward)(params, [scale] * len(chosen), shapes[count:])
+    of_b = jax.make_jaxpr(run_backward)(inputs[: len(source)], pairs, inputs[len(source) :])
+    return jaxprs.flatten(of_f), jaxprs.flatten(of_b)
 
 
-def _forward(
+def _evaluate(
     program: ClosedJaxpr,
-    names: Sequence[str | None],
+    given: Env,
+    pairs: dict[Atom, Quantized],
     matmuls: set[int],
     weights: Vars,
-    kept: list[Atom],
-) -> ClosedJaxpr:
-    """The forward with quantized matmuls, which also returns ``kept`` quantized."""
-    jaxpr = program.jaxpr
-    chosen = list(_chosen(jaxpr.invars, names))
-
-    def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
-        env = jaxprs.consts(program) | dict(zip(jaxpr.invars, [*params, *rest], strict=True))
-        pairs = {v: Quantized(env[v], scale) for v, scale in zip(chosen, scales, strict=True)}
-        env |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
-        evaluation = _Evaluation(env, pairs, matmuls, weights, set())
-        evaluation.run(jaxpr.eqns)
-        found = [leaf for v in kept for leaf in evaluation.quantized(v)]
-        return [*jaxprs.values(jaxpr.outvars, evaluation.env), *found]
-
-    shapes = jaxprs.shapes_of_variables(jaxpr.invars)
-    params = [
-        shape if name is None else shape.update(dtype=E4M3)
-        for shape, name in zip(shapes, names, strict=False)
-    ]
-    rest = shapes[len(params) :]
-    return jaxprs.flatten(jax.make_jaxpr(run)(params, [_SCALE] * len(chosen), rest))
-
-
-def _backward(
-    program: ClosedJaxpr, num_residuals: int, matmuls: set[int], weights: Vars, kept: list[Atom]
-) -> ClosedJaxpr:
-    """The backward with quantized matmuls, which also takes ``kept`` quantized."""
-    jaxpr = program.jaxpr
-    late = jaxprs.reachable(jaxpr.eqns, set(jaxpr.invars[num_residuals:]))
-
-    def run(residuals: list[Tree], pairs: list[Tree], dy: list[Tree]) -> list[Tree]:
-        env = jaxprs.consts(program) | dict(zip(jaxpr.invars, [*residuals, *dy], strict=True))
-        quantized = {v: Quantized(*pair) for v, pair in zip(kept, pairs, strict=True)}
-        evaluation = _Evaluation(env, quantized, matmuls, weights, late)
-        evaluation.run(jaxpr.eqns)
-        return jaxprs.values(jaxpr.outvars, evaluation.env)
-
-    shapes = jaxprs.shapes_of_variables(jaxpr.invars)
-    pairs = [(shape.update(dtype=E4M3), _SCALE) for shape in jaxprs.shapes_of_variables(kept)]
-    residuals, dy = shapes[:num_residuals], shapes[num_residuals:]
-    return jaxprs.flatten(jax.make_jaxpr(run)(residuals, pairs, dy))
-
-
-class _Evaluation:
-    """An evaluation of a program with some matmuls quantized.
+    late: Vars,
+) -> tuple[list[Tree], Callable[[Atom], Quantized]]:
+    """Evaluates a program with some matmuls quantized.
 
     Args:
-      env: values of its inputs.
-      pairs: operands that are quantized already.
+      given: values of its inputs.
+      pairs: operands that are quantized already; more are added.
       matmuls: ids of the equations.
       weights: variables that are chosen weights in some form.
       late: variables that depend on a cotangent.
+
+    Returns:
+      The results, and what quantizes a variable, once.
     """
+    env = jaxprs.consts(program) | given
 
-    def __init__(
-        self, env: Env, pairs: dict[Atom, Quantized], matmuls: set[int], weights: Vars, late: Vars
-    ) -> None:
-        self.env, self._pairs, self._matmuls = env, pairs, matmuls
-        self._weights, self._late = weights, late
+    def quantized(var: Atom) -> Quantized:
+        if var not in pairs:
+            pairs[var] = quantize(env[var], E5M2 if var in late else E4M3)
+        return pairs[var]
 
-    def run(self, eqns: Eqns) -> None:
-        """Evaluates equations in order."""
-        for eqn in eqns:
-            if not self._weights.isdisjoint(eqn.outvars):
-                self._pairs |= _formed(eqn, self._pairs[eqn.invars[0]])
-            if id(eqn) in self._matmuls:
-                outs = [_product(eqn, *map(self.quantized, eqn.invars))]
-            else:
-                outs = jaxprs.bind(eqn, jaxprs.values(eqn.invars, self.env))
-            self.env.update(zip(eqn.outvars, outs, strict=True))
-
-    def quantized(self, var: Atom) -> Quantized:
-        """A matmul's operand, which is quantized where it is first read."""
-        if var not in self._pairs:
-            self._pairs[var] = quantize(self.env[var], E5M2 if var in self._late else E4M3)
-        return self._pairs[var]
-
-
-def _formed(eqn: Eqn, weight: Quantized) -> dict[Atom, Quantized]:
-    """A quantized weight in another form; its dtype stays."""
-    is_cast = eqn.primitive.name == "convert_element_type"
-    values = [weight.values] if is_cast else jaxprs.bind(eqn, [weight.values])
-    return {v: Quantized(w, weight.scale) for v, w in zip(eqn.outvars, values, strict=True)}
+    for eqn in program.jaxpr.eqns:
+        if not weights.isdisjoint(eqn.outvars):
+            values, scale = pairs[eqn.invars[0]]
+            is_cast = eqn.primitive.name == "convert_element_type"
+            formed = [values] if is_cast else jaxprs.bind(eqn, [values])
+            pairs |= {v: Quantized(w, scale) for v, w in zip(eqn.outvars, formed, strict=True)}
+        if id(eqn) in matmuls:
+            outs = [_product(eqn, *map(quantized, eqn.invars))]
+        else:
+            outs = jaxprs.bind(eqn, jaxprs.values(eqn.invars, env))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return jaxprs.values(program.jaxpr.outvars, env), quantized
 
 
 def _product(eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
@@ -179,12 +143,8 @@ def _product(eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
     return (product * (a.scale * b.scale).astype(wide)).astype(dtype)
 
 
-def _chosen(params: Sequence[Atom], names: Sequence[str | None]) -> Names:
-    return {v: name for v, name in zip(params, names, strict=False) if name is not None}
-
-
-def _matmuls(eqns: Eqns, weights: Names) -> set[int]:
-    """Finds the matmuls that read weights, by id, and adds the forms that weights take to them."""
+def _matmuls(eqns: Eqns, weights: dict[Atom, str]) -> set[int]:
+    """Finds the matmuls that read weights, by id, and adds the forms of these to the weights."""
     found = set()
     for eqn in eqns:
         read = [v for v in eqn.invars if jaxprs.is_var(v) and v in weights]

@@ -257,9 +257,8 @@ def split_layer(
       frozen: the parameters of which no gradient is taken, with None in place of the others; they
         may be integers. None if all are trained.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
-      quantized: names of the parameters whose matmuls run in 8-bit floats, None for others; behind
-        the last there are none. F, B and W then take, in place of the parameters, a pair of them,
-        those that are named in E4M3, and of the list of their scales.
+      quantized: names of parameters whose matmuls run in 8-bit floats, None for others. F, B and W
+        then take a pair, the parameters with these in E4M3, and the list of their scales.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
       early: whether B also runs equations of W where fewer bytes then cross.
@@ -360,7 +359,7 @@ def _with_quantized_matmuls(
         num_outputs=traced.y.num_leaves,
         num_x=traced.num_x,
     )
-    scales = [name for name in names if name is not None]
+    scales = list(filter(None, names))
     return dataclasses.replace(
         traced,
         forward=forward,

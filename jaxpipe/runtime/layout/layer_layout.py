@@ -271,13 +271,11 @@ class LayerLayout(Piece, abc.ABC):
 
 def cast(arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
     """Converts arrays to other dtypes; those that have scales are divided by them."""
-    if scales is None:
-        return jax.tree.map(lambda w, dtype: w.astype(dtype), arrays, dtypes)
 
-    def convert(w: jax.Array, dtype: DTypeLike, scale: jax.Array | None) -> jax.Array:
+    def convert(w: jax.Array, dtype: DTypeLike, scale: jax.Array | None = None) -> jax.Array:
         return w.astype(dtype) if scale is None else rounded_to(w, dtype, scale)
 
-    return jax.tree.map(convert, arrays, dtypes, scales)
+    return jax.tree.map(convert, arrays, dtypes, *([] if scales is None else [scales]))
 
 
 def largest(arrays: Arrays, dtypes: Tree, *, layer_dims: int) -> Tree:

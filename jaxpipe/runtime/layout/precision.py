@@ -63,9 +63,7 @@ def problems(params: Params, options: Options) -> Iterator[Problem | str]:
         if chosen == ():
             continue
         if is_sequence(params["layers"]):
-            rule = (
-                "needs layers that are alike: layers that differ share flat arrays, one per dtype"
-            )
+            rule = "needs layers that are alike: others share flat arrays, one per dtype"
             yield Problem(name, chosen, rule, ((),))
             return
         unknown += filters.problems(name, chosen, layers)

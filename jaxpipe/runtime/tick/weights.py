@@ -47,10 +47,9 @@ class Resident(WeightSource):
 
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
         """Makes what is held when a step begins, without its buffers."""
-        outer = _joined(setup, outers)
         scales = _scales(setup, layers)
         copies = () if setup.compute is None else _cast(setup, layers, scales)
-        return Held(layers, outer, copies, scales)
+        return Held(layers, _joined(setup, outers), copies, scales)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         if fixed.setup.compute is None:
