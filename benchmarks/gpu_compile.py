@@ -13,7 +13,7 @@ The scheduled program and its launch sequence (thunks) show, for one tick:
 - memory: temporaries, with an update by plain SGD, against
   `jaxpipe.runtime.measure.memory.predicted_bytes`.
 
-The edges have to be those of the tick table.
+The edges have to be those of the tick table, and with fp8 all operands of matmuls of weights 8-bit.
 
 Kernels are not tuned without a GPU: nothing here is a speed. Attention is XLA's, not cuDNN's.
 
@@ -32,6 +32,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -71,7 +72,8 @@ CONFIG = gpt.GPTConfig(
 class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
     layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
-    stage, and where the vocabulary lies: split over all stages, or at the ends of the pipeline."""
+    stage, where the vocabulary lies (split over all stages, or at the ends of the pipeline), and
+    whether matmuls of weights run in 8-bit floats."""
 
     hosts: int
     schedule: str
@@ -82,6 +84,7 @@ class Case:
     remat: str = "dots"
     chunks: int | None = None
     vocabulary: str = "split"
+    fp8: bool = False
 
     @property
     def stages(self) -> int:
@@ -93,6 +96,7 @@ class Case:
         name += "" if self.chunks is None else f", {self.chunks} chunks"
         name += "" if self.vocabulary == "split" else f", vocabulary at the {self.vocabulary}"
         name = f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
+        name += ", fp8" if self.fp8 else ""
         return name if self.compute_dtype is None else f"{name}, {self.compute_dtype}"
 
 
@@ -110,6 +114,9 @@ CASES = list(dict.fromkeys([
     Case(1, "1f1b", zero=zero, weights=weights, compute_dtype="bfloat16")
     for zero in (0, 3)
     for weights in ("stacked", "unrolled")
+] + [
+    Case(1, name, zero=3, weights="unrolled", compute_dtype="bfloat16", fp8=True)
+    for name in ("1f1b", "zb-v", "breadth-first")
 ] + [
     Case(1, name, zero=zero, weights=weights, layers=layers)
     for layers, name, zero, weights in (
@@ -285,6 +292,30 @@ def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> We
     return WeightTraffic(copied, cast)
 
 
+def weight_matmuls(program: HloProgram) -> dict[str, dict[str, int]]:
+    """The dtypes of the operands of matmuls without batch dimensions in the loops over layers, and
+    how many matmuls have them, by pass."""
+    found: dict[str, Counter[str]] = {}
+    for name, loops in program.layer_loops().items():
+        counts = found.setdefault(name, Counter())
+        for loop in loops:
+            for computation in _computations(program, loop.calls["body"]):
+                for row in program.computations[computation]:
+                    if row.opcode == "dot" and "batch_dims" not in row.text:
+                        read = program.operands(computation, row)
+                        dtypes = (one.text.split(" = ")[1].partition("[")[0] for one in read)
+                        counts[" x ".join(dtypes)] += 1
+    return {name: dict(counts) for name, counts in found.items()}
+
+
+def _computations(program: HloProgram, computation: str) -> Iterator[str]:
+    """Yields a computation and all that it calls."""
+    yield computation
+    for row in program.computations[computation]:
+        for called in row.calls.values():
+            yield from _computations(program, called)
+
+
 def host_waits(thunks: str) -> tuple[int, int]:
     """Loops and conditionals of one tick that are in no CUDA graph: before each iteration of a loop
     the host waits for the device to say whether there is one, and before a conditional for the
@@ -358,6 +389,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         weights=case.weights,
         weight_slots=2,  # the trainer's default on GPUs
         compute_dtype=case.compute_dtype,
+        fp8="*kernel" if case.fp8 else (),
     )
 
 
@@ -386,7 +418,10 @@ def measure(case: Case) -> dict:
         for one in collectives(program)
     ]
     check_edges([one for one in moved if one.opcode == "collective-permute"], pipe.table)
-    predicted = predicted_bytes(pipe, batch)
+    predicted, matmuls = predicted_bytes(pipe, batch), weight_matmuls(program)
+    if case.fp8:
+        operands = {dtype for by in matmuls.values() for pair in by for dtype in pair.split(" x ")}
+        assert operands == {"f8e4m3fn", "f8e5m2"}, matmuls
     return {
         "case": str(case),
         "ticks": pipe.table.num_ticks,
@@ -394,6 +429,7 @@ def measure(case: Case) -> dict:
         "collectives": [dataclasses.asdict(found) for found in moved],
         "beside_messages": [row.text[:200] for row in beside_messages(program)],
         "whole_buffers": [row.text[:200] for row in whole_buffers(program, buffers)],
+        "weight_matmuls": matmuls,
         "weight_traffic": [dataclasses.asdict(found) for found in weight_traffic(program, weights)],
         "instructions": sum(map(len, program.computations.values())),
         "host_loops": loops,

@@ -56,6 +56,7 @@ _FAMILIES = {
 _REFUSED = (
     ("weights", "stacked", "has no room for the versions of weights that {schedule} keeps"),
     ("compute_dtype", None, "has no place beside the versions of weights that {schedule} keeps"),
+    ("fp8", None, "has no place beside the versions of weights that {schedule} keeps"),
     (
         "residuals",
         "device",

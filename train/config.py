@@ -152,6 +152,12 @@ class PipelineConfig(Section):
     per step and not by every layer for every microbatch. It must be the model's own dtype.
     Parameters, gradients and the optimizer stay float32; a step keeps half a copy of the weights
     more, or, with zero 3, halves what is gathered."""
+    fp8: str | None = None
+    """Weights of layers whose matmuls run in 8-bit floats: patterns of their paths, such as
+    "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3, as
+    activations are in the forward pass, and gradients at a matmul's output in E5M2. Layers must be
+    alike and may only multiply by them: not experts that drop nothing, nor norms. `jaxpipe plan`
+    predicts neither their time nor their bytes."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""

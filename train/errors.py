@@ -72,6 +72,12 @@ def of_partition(error: ArgumentError, stage_memory: float | None) -> Iterator[F
         yield _failure(problem, _field, "pipeline.partition")
 
 
+def of_fp8(error: ArgumentError) -> Iterator[Failure]:
+    """Yields what a pipeline refuses of weights that are to be quantized."""
+    for problem in error.problems:
+        yield _failure(problem, _field, "pipeline.fp8")
+
+
 def _problems(error: ValueError) -> Sequence[Problem | str]:
     return error.problems if isinstance(error, ArgumentError) else [str(error)]
 

@@ -267,6 +267,9 @@ def failures(source: Source, system: System) -> Iterator[Failure]:
     mesh, pipeline = config.mesh, config.pipeline
     if pipeline.remat == "auto":
         yield _failure(config, "pipeline.remat", "is decided by the devices", "none, dots, full")
+    if pipeline.fp8:
+        rule = f"is not written for {system}, whose recipe is its own"
+        yield _failure(config, "pipeline.fp8", rule, "none")
     if mesh.stage > 1 and shape.num_layers % (mesh.stage * source.chunks):
         rule = f"does not split evenly into {mesh.stage * source.chunks} chunks"
         yield Failure(f"model.num_layers={shape.num_layers} {rule}.", ("model.num_layers",))

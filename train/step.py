@@ -210,6 +210,17 @@ class Setup:
         return Memory(parameters, layer_sizes.residuals, peak, limit * 1e9)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
+        if self.config.pipeline.fp8 is None:
+            return self._unchecked(order, counts, train=train)
+        try:
+            pipe = self._unchecked(order, counts, train=train)
+            # What layers do with the weights shows when they are traced.
+            layer_costs(pipe, self._batch_shapes(pipe), jax.eval_shape(lambda: self.rng(0)))
+        except errors.ArgumentError as error:
+            raise errors.ConfigError(list(errors.of_fp8(error))) from error
+        return pipe
+
+    def _unchecked(self, order: Schedule, counts: Sequence[int], *, train: bool) -> Pipeline:
         return Pipeline(
             self.task.model(train=train),
             self.shapes,
@@ -217,6 +228,7 @@ class Setup:
             layer_counts=counts,
             mesh=self.mesh,
             compute_dtype=self.config.pipeline.compute_dtype,
+            fp8=self.config.pipeline.fp8.split(",") if self.config.pipeline.fp8 else (),
             remat=configured.remat(self.config),
             zero=self.config.pipeline.zero,
             weights=configured.weights(

@@ -475,9 +475,11 @@ def _check_arguments(
         problems.append(
             "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
         )
+    rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
     if pipe.options.compute_dtype is not None:
-        rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
         problems.append(Problem("compute_dtype", str(pipe.options.compute_dtype), rule, (None,)))
+    if pipe.options.fp8 != ():
+        problems.append(Problem("fp8", pipe.options.fp8, rule, ((),)))
     if pipe.options.residuals == "host":
         rule = "would leave the host between calls: what is in flight is a part of the state"
         problems.append(Problem("residuals", pipe.options.residuals, rule, ("device",)))

@@ -80,9 +80,7 @@ class Assembly:
         self.layout, self.frozen = make_layouts(
             *parts, *split, mesh=mesh, axes=axes, table=self.table, weights=options.weights
         )
-        self.compute_dtypes = compute_dtypes(
-            (self.layout, self.frozen), options.compute_dtype, options.full_precision
-        )
+        self.compute_dtypes = compute_dtypes((self.layout, self.frozen), options)
         place = partial(Placing, sharded=options.zero == 3, name="params")
         self.params_placing = self.trained_placing = place(self.layout)
         if self.frozen:

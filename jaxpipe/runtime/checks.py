@@ -68,7 +68,7 @@ def arguments(
     yield from _pairs(model, schedule, options)
     malformed = list(_parameters(model, params, options))
     if not malformed:
-        malformed += precision.problems(params, options.compute_dtype, options.full_precision)
+        malformed += precision.problems(params, options)
     if not malformed and not malformed_mesh:
         malformed += splits.problems(model, params, mesh, axes)
     if model.stateful != (states is not None):

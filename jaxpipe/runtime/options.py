@@ -27,6 +27,7 @@ class Options:
 
     trainable: Filter | None
     compute_dtype: DTypeLike | None
+    fp8: Filter
     full_precision: Filter
     remat: str
     zero: int

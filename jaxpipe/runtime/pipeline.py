@@ -63,8 +63,12 @@ class Pipeline(Assembly):
       compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step casts a weight
         once, and gathers it in this dtype. Layers see the rounded weights in the parameters' own
         dtype, which gradients and updates keep.
-      full_precision: parameters of layers that are not rounded, chosen as by ``trainable``, such as
-        "*norm*"; for layers that are alike.
+      fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
+        "*kernel"; for layers that are alike, which may only multiply by them. A step quantizes and
+        gathers them in E4M3, whatever ``compute_dtype`` is; activations are quantized to E4M3 and
+        gradients at a matmul's output to E5M2, each by its own largest value.
+      full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
+        ``trainable``, such as "*norm*"; for layers that are alike.
       remat: keeps every residual ("none"), weight matmuls' outputs ("dots") or inputs ("full");
         "auto" is "dots" on GPUs, which recompute the rest in less time than they move it, and else
         "none".
@@ -118,6 +122,7 @@ class Pipeline(Assembly):
         microbatches: int | None = None,
         trainable: Filter | None = None,
         compute_dtype: DTypeLike | None = None,
+        fp8: Filter = (),
         full_precision: Filter = (),
         remat: str = "auto",
         zero: int = 0,
@@ -134,6 +139,7 @@ class Pipeline(Assembly):
         options = Options(
             trainable=trainable,
             compute_dtype=compute_dtype,
+            fp8=fp8,
             full_precision=full_precision,
             remat=remat,
             zero=zero,

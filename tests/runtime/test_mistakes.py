@@ -342,7 +342,11 @@ OPTIONS = [
     ),
     ("stacked", {"compute_dtype": "int8"}, "compute_dtype='int8' is not floating point"),
     ("stacked", {"compute_dtype": "float32"}, "compute_dtype='float32' is as wide as the layers'"),
-    ("stacked", {"full_precision": "*bias*"}, "full_precision needs compute_dtype"),
+    ("stacked", {"full_precision": "*bias*"}, "full_precision needs compute_dtype or fp8"),
+    ("stacked", {"compute_dtype": "float8_e5m2"}, "'float8_e5m2' needs scales: choose the weights"),
+    ("stacked", {"fp8": "*kernel"}, "fp8: '*kernel' is the path of no parameter.\nPaths: layers/"),
+    ("stacked", {"fp8": "*up", "full_precision": "*"}, "fp8='*up' chooses no weight."),
+    ("tuple", {"fp8": "*up"}, "fp8='*up' needs layers that are alike"),
     (
         *("stacked", {"compute_dtype": "bfloat16", "full_precision": "*norm*"}),
         "full_precision: '*norm*' is the path of no parameter",

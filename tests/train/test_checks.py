@@ -85,6 +85,7 @@ RULES = [
         },
         "Nearest valid: none.",
     ),
+    ({"pipeline.fp8": "*kernel", "pipeline.schedule": "2bw"}, "Nearest valid: none."),
     ({"pipeline.residuals": "host", "pipeline.schedule": "pipedream"}, "Nearest valid: device."),
     ({"mesh.data": 2, "mesh.replica": 3}, "Nearest valid: mesh.replica=2."),
     (

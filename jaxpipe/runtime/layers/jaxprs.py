@@ -27,9 +27,9 @@ _INLINED = {
     *("custom_jvp_call", "custom_vjp_call"),
 }
 
-_FORMS = {
+FORMS = {
     *("broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "reshape"),
-    *("rev", "slice", "split", "squeeze", "transpose"),
+    *("rev", "slice", "split", "squeeze", "stop_gradient", "transpose"),
 }
 """Primitives that bring values into another form."""
 
@@ -43,7 +43,7 @@ def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJa
     def inlined(*args: Tree) -> list[Tree]:
         return _inline(closed.jaxpr, closed.consts, args, selects)
 
-    return jax.make_jaxpr(inlined)(*[_shape(v) for v in closed.jaxpr.invars])
+    return jax.make_jaxpr(inlined)(*shapes_of_variables(closed.jaxpr.invars))
 
 
 def _inline(jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool) -> list[Tree]:
@@ -215,6 +215,11 @@ def collectives(jaxpr: Jaxpr, path: tuple[str, ...] = ()) -> Iterator[Collective
             yield from collectives(inner, (*path, params.get("name", name)))
 
 
+def forms(eqn: Eqn) -> bool:
+    """Whether an equation brings one value into another form."""
+    return eqn.primitive.name in FORMS and len(eqn.invars) == 1
+
+
 def _is_program(param: Any) -> bool:
     return isinstance(param, (core.Jaxpr, core.ClosedJaxpr, tuple)) and (
         not isinstance(param, tuple) or any(map(_is_program, param))
@@ -233,7 +238,7 @@ def gathered_parts(eqns: Eqns, var: Atom, own: Vars) -> list[Tree]:
     after = needed(eqns, [var], sources)
     made = {v for eqn in after for v in eqn.outvars}
     behind = (reads(after, [var]) - made) & own
-    if not behind <= sources.keys() or any(eqn.primitive.name not in _FORMS for eqn in after):
+    if not behind <= sources.keys() or any(eqn.primitive.name not in FORMS for eqn in after):
         return [var]
     parts = [sources[v] for v in sources if v in behind]  # in the same order in every process
     return parts if bytes_of(parts) < bytes_of([var]) else [var]

@@ -70,6 +70,7 @@ def sort_layers(
     *context: Shapes,
     frozen: Sequence[LayerParams] | None = None,
     states: Sequence[States] | None = None,
+    quantized: Sequence[str | None] = (),
     remat: str = "none",
     loss_scale: float = 1.0,
     early: bool = True,
@@ -78,8 +79,8 @@ def sort_layers(
     """Follows the activations through all layers and splits each kind once.
 
     Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
-    ``frozen``, a tree for each layer, ``loss_scale`` and ``early`` are as of `split_layer`;
-    ``stage_axis`` is the mesh's axis of stages.
+    ``frozen``, a tree for each layer, ``quantized``, ``loss_scale`` and ``early`` are as of
+    `split_layer`; ``stage_axis`` is the mesh's axis of stages.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -116,6 +117,7 @@ def sort_layers(
                 *args,
                 frozen=constant,
                 state=state,
+                quantized=quantized,
                 remat=remat,
                 loss_scale=loss_scale,
                 early=early,

@@ -22,7 +22,7 @@ forward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -36,6 +36,7 @@ from jaxpipe.runtime.layers.losses import (
     cotangent_of_layer,
     without_metric_gradients,
 )
+from jaxpipe.runtime.layers.quantized import quantize_matmuls
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES, Policy, unknown_remat
 from jaxpipe.runtime.trees import combine, divide
 from jaxpipe.runtime.types import Activation, Gradients, LayerParams, Shapes, States, Tree
@@ -128,6 +129,13 @@ class Split:
     def loss(self) -> Shapes:
         """Shapes of the layer's own loss and metrics; None if it has none."""
         return self.traced.loss
+
+    @property
+    def params(self) -> Shapes:
+        """Shapes of the parameters that F, B and W take."""
+        tree = self.traced.params
+        shapes = jaxprs.shapes_of_variables(self.traced.known[: tree.num_leaves])
+        return jax.tree.unflatten(tree, shapes)
 
     @property
     def reads_of_context(self) -> list[int]:
@@ -232,6 +240,7 @@ def split_layer(
     *context: Tree,
     frozen: LayerParams = None,
     state: States = None,
+    quantized: Sequence[str | None] = (),
     remat: str = "none",
     loss_scale: float = 1.0,
     early: bool = True,
@@ -248,6 +257,8 @@ def split_layer(
       frozen: the parameters of which no gradient is taken, with None in place of the others; they
         may be integers. None if all are trained.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
+      quantized: names of parameters whose matmuls run in 8-bit floats, None for others. F, B and W
+        then take a pair, the parameters with these in E4M3, and the list of their scales.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
       early: whether B also runs equations of W where fewer bytes then cross.
@@ -267,6 +278,8 @@ def split_layer(
     refuse(unknown_remat(remat))
     args = params, frozen, x, context, state
     traced = _trace(layer, *args, policy=REMAT_POLICIES[remat], loss_scale=loss_scale)
+    if any(quantized):
+        traced = _with_quantized_matmuls(traced, params, frozen, quantized)
     return _cut(traced, early)
 
 
@@ -329,6 +342,30 @@ def _trace(
         y=jax.tree.structure(outputs),
         loss=loss,
         collectives=tuple(call for jaxpr in both for call in jaxprs.collectives(jaxpr)),
+    )
+
+
+def _with_quantized_matmuls(
+    traced: _Traced, params: LayerParams, frozen: LayerParams, names: Sequence[str | None]
+) -> _Traced:
+    count = traced.params.num_leaves
+    numbers = jax.tree.unflatten(traced.params, range(count))
+    trained = jax.tree.leaves(numbers if frozen is None else divide(numbers, frozen)[0])
+    forward, backward = quantize_matmuls(
+        traced.forward,
+        traced.backward,
+        [*names, *[None] * (count - len(names))],
+        trained,
+        num_outputs=traced.y.num_leaves,
+        num_x=traced.num_x,
+    )
+    scales = list(filter(None, names))
+    return dataclasses.replace(
+        traced,
+        forward=forward,
+        backward=backward,
+        num_known=traced.num_known + len(scales),
+        params=jax.tree.structure((params, scales)),
     )
 
 

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
+from jaxpipe.runtime.float8 import E4M3, rounded_to
 from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.parts import DevicePart, Slices
@@ -178,9 +179,14 @@ class LayerLayout(Piece, abc.ABC):
             self.canonical,
         )
 
-    def cast(self, arrays: Arrays, dtypes: Tree) -> Arrays:
-        """Converts a stage's arrays, or those of slots, to other dtypes."""
-        return jax.tree.map(lambda w, dtype: w.astype(dtype), arrays, dtypes)
+    def cast(self, arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
+        """Converts a stage's arrays, or those of slots, to other dtypes, as `cast`."""
+        return cast(arrays, dtypes, scales)
+
+    def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
+        """Finds the largest absolute value of every layer's weights in `E4M3`, trees like a stage's
+        arrays, with None for other weights."""
+        return largest(arrays, dtypes, layer_dims=1)
 
     # Places.
 
@@ -261,6 +267,28 @@ class LayerLayout(Piece, abc.ABC):
         return lax.fori_loop(
             0, self.num_chunks * count, lambda i, carry: body(i // count, i % count, carry), carry
         )
+
+
+def cast(arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
+    """Converts arrays to other dtypes; those that have scales are divided by them."""
+
+    def convert(w: jax.Array, dtype: DTypeLike, scale: jax.Array | None = None) -> jax.Array:
+        return w.astype(dtype) if scale is None else rounded_to(w, dtype, scale)
+
+    return jax.tree.map(convert, arrays, dtypes, *([] if scales is None else [scales]))
+
+
+def largest(arrays: Arrays, dtypes: Tree, *, layer_dims: int) -> Tree:
+    """Finds the largest absolute values of arrays that become `E4M3`, None for others.
+
+    Args:
+      layer_dims: how many dimensions come before those of one layer.
+    """
+
+    def of(w: jax.Array, dtype: DTypeLike) -> jax.Array | None:
+        return jnp.abs(w).max(tuple(range(layer_dims, w.ndim))) if dtype == E4M3 else None
+
+    return jax.tree.map(of, arrays, dtypes)
 
 
 def alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:

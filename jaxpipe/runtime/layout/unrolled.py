@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpipe.runtime.barriers import Carry, overwrite, run_if
 from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.layer_layout import Body, ChunkSpan, LayerLayout, alike
+from jaxpipe.runtime.layout.layer_layout import Body, ChunkSpan, LayerLayout, alike, cast, largest
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
@@ -49,8 +49,11 @@ class Unrolled(LayerLayout):
         row = jax.tree.map(Leaf.struct, self.piece)
         return dict.fromkeys(range(count * self.num_pieces), row)
 
-    def cast(self, arrays: Arrays, dtypes: Tree) -> Arrays:
-        return {n: super(Unrolled, self).cast(row, dtypes) for n, row in arrays.items()}
+    def cast(self, arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
+        return {n: cast(row, dtypes, scales and scales[n]) for n, row in arrays.items()}
+
+    def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
+        return {n: largest(row, dtypes, layer_dims=0) for n, row in arrays.items()}
 
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Place:
         return self.piece_at(at, slot=slot)

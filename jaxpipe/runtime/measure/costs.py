@@ -133,7 +133,7 @@ def _parts(
     pipe: Pipeline, kind: LayerKind, activations: Sequence[Activation], context: Shapes
 ) -> dict[str, tuple[Callable[..., Tree], tuple[Shapes, ...]]]:
     """Makes F, B and W of a kind of layer, each with the shapes of its arguments."""
-    split, params = kind.split, pipe.layout.layers.local.shape_of(kind.example)
+    split, params = kind.split, kind.split.params
     states = pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
 

@@ -15,7 +15,10 @@ from typing import ClassVar, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import DictKey
 
+from jaxpipe.runtime.filters import name_of
+from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
@@ -66,7 +69,7 @@ class Setup:
       options: of the pipeline; those that depend on the mesh decided.
       states: where the layers' states live, or None for a model without.
       compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
-        those of the parameters.
+        those of the parameters. Weights in `E4M3` are quantized.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
@@ -103,6 +106,21 @@ class Setup:
     def shares(self) -> bool:
         """Whether layers share parameters."""
         return SHARED in self.layout.outer
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether matmuls run in 8-bit floats."""
+        return self.options.fp8 != ()
+
+    @property
+    def quantized(self) -> list[str | None]:
+        """Names of a layer's quantized weights, in the order of its parameters, None for others."""
+        if self.compute is None or not self.quantizes:
+            return []
+        dtypes = jax.tree.leaves_with_path(functools.reduce(combine, self.compute))
+        return [
+            name_of((DictKey("layers"), *path)) if dtype == E4M3 else None for path, dtype in dtypes
+        ]
 
     @property
     def trains(self) -> bool:
@@ -274,25 +292,31 @@ class LayerWork(Work):
         layer = self.fixed.first_layer[self.cell.chunk] + self.layer
         return self.fixed.context(self.batch, self.cell.microbatch, layer)
 
-    def weights(self) -> tuple[list[Stored], Tree]:
-        """The layer's weights as they are stored, and what it shares with others, if anything."""
-        shared = self.held.outer[SHARED] if self.fixed.setup.shares else None
-        return self.fixed.weights.layer(self), shared
+    def weights(self) -> tuple[list[Stored], list[Stored], Tree]:
+        """The layer's weights as they are stored, scales of those that are quantized, and what it
+        shares with others, if anything."""
+        setup = self.fixed.setup
+        shared = self.held.outer[SHARED] if setup.shares else None
+        scales = self.read(self.held.scales) if setup.quantizes else []
+        return self.fixed.weights.layer(self), scales, shared
 
-    def params(self, weights: tuple[list[Stored], Tree]) -> LayerParams:
+    def params(self, weights: tuple[list[Stored], list[Stored], Tree]) -> LayerParams:
         """Makes what the layer's function is given as its parameters, from its weights.
 
         They have the parameters' dtypes, whatever the weights' are: a layer that casts them to what
-        it computes in compiles to no cast.
+        it computes in compiles to no cast. Quantized ones stay so, and all come with the scales.
         """
-        stored, shared = weights
+        stored, scales, shared = weights
         example, parts = self.kind.example, []
         for layout, one in zip(self.fixed.setup.layer_layouts, stored, strict=True):
             leaves = layout.leaves_of(example)
-            whole = jax.tree.map(lambda w, leaf: w.astype(leaf.dtype), one, leaves)
+            whole = jax.tree.map(
+                lambda w, leaf: w if w.dtype == E4M3 else w.astype(leaf.dtype), one, leaves
+            )
             parts.append(layout.unpack(whole, example))
         own = functools.reduce(combine, parts)
-        return (own, shared) if self.fixed.setup.shares else own
+        params = (own, shared) if self.fixed.setup.shares else own
+        return (params, jax.tree.leaves(functools.reduce(combine, scales))) if scales else params
 
     def read(self, arrays: Sequence[Arrays], slot: Index = None) -> list[Stored]:
         """The layer's part of the arrays of all layouts."""

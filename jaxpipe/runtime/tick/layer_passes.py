@@ -208,6 +208,8 @@ def _forward(work: LayerWork, through: Through) -> Through:
     if fixed.setup.trains and work.action is fixed.setup.leaves:
         y, until_b, until_w = kind.split.forward(*args, state=state)
         through = _save(work, through, until_b=until_b, until_w=until_w)
+    elif fixed.setup.quantizes:
+        y, *_ = kind.split.forward(*args, state=state)
     else:
         y = kind.function(*args) if state is None else kind.function(*args, state)
     if state is not None:

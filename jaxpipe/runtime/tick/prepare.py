@@ -64,6 +64,7 @@ def fix(
         rng,
         frozen=frozen[0] if frozen else None,
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
+        quantized=setup.quantized,
         remat=setup.options.remat,
         loss_scale=mean_scale(setup),
         early=setup.early,

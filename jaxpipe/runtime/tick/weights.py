@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.runtime.barriers import Carry, tie
+from jaxpipe.runtime.float8 import E4M3, scale_for
 from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Pieces, Setup, WeightSource
@@ -30,11 +32,14 @@ class Held(NamedTuple):
       outer: what belongs to no single layer, whole, as far as this stage has it.
       copies: what layers read in their place, likewise: gathered chunks in slots, or all layers in
         the dtypes that they compute in; none if layers read `layers`.
+      scales: of the quantized weights among the copies: like `layers`, one number per layer, None
+        for other weights; None if no weight is quantized.
     """
 
     layers: list[Arrays]
     outer: OuterParams
     copies: Sequence[Arrays] = ()
+    scales: Sequence[Arrays | None] = ()
 
 
 class Resident(WeightSource):
@@ -42,14 +47,15 @@ class Resident(WeightSource):
 
     def hold(self, setup: Setup, layers: list[Arrays], outers: list[OuterParams]) -> Held:
         """Makes what is held when a step begins, without its buffers."""
-        copies = () if setup.compute is None else _cast(setup, layers)
-        return Held(layers, _joined(setup, outers), copies)
+        scales = _scales(setup, layers)
+        copies = () if setup.compute is None else _cast(setup, layers, scales)
+        return Held(layers, _joined(setup, outers), copies, scales)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         if fixed.setup.compute is None:
             return {}
         own = [jax.tree.map(Leaf.struct, one.placed) for one in fixed.setup.layer_layouts]
-        return {"weights": jax.eval_shape(functools.partial(_cast, fixed.setup), own)}
+        return {"weights": _cast_shapes(fixed.setup, own)}
 
     def layer(self, work: LayerWork) -> list[Stored]:
         return work.read(work.held.copies or work.held.layers)
@@ -66,13 +72,13 @@ class Gathered(WeightSource):
             gather(outer, layout.outer, layout.axes)
             for outer, layout in zip(outers, setup.layouts, strict=True)
         ]
-        return Held(layers, _joined(setup, whole))
+        return Held(layers, _joined(setup, whole), scales=_scales(setup, layers))
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         count = fixed.table.gathers.num_slots
         slots = [one.slot_shapes(count) for one in fixed.setup.layer_layouts]
         if fixed.setup.compute is not None:
-            slots = jax.eval_shape(functools.partial(_cast, fixed.setup), slots)
+            slots = _cast_shapes(fixed.setup, slots)
         return {"weights": slots}
 
     def with_buffers(self, held: Held, buffers: dict[str, Arrays]) -> Held:
@@ -151,7 +157,13 @@ class Gathered(WeightSource):
             for layout, one in zip(fixed.setup.layer_layouts, held.layers, strict=True)
         ]
         shards, carried = tie(shards, carried)
-        return _cast_pieces(fixed.setup, shards), carried
+        if fixed.setup.compute is None:
+            return shards, carried
+        scales = [
+            None if one is None else layout.read(one, layout.piece_at(at))
+            for layout, one in zip(fixed.setup.layer_layouts, held.scales, strict=True)
+        ]
+        return list(map(cast, shards, fixed.setup.compute, scales)), carried
 
     def _piece_shapes(self, fixed: Fixed, *, sharded: bool) -> Shapes:
         """Shapes of what moves of all layouts, or of a data shard's part, as they are gathered."""
@@ -162,7 +174,11 @@ class Gathered(WeightSource):
             )
             for layout in fixed.setup.layer_layouts
         ]
-        return jax.eval_shape(functools.partial(_cast_pieces, fixed.setup), own)
+        if fixed.setup.compute is None:
+            return own
+        return jax.tree.map(
+            lambda shape, dtype: shape.update(dtype=dtype), own, list(fixed.setup.compute)
+        )
 
     def _whole(self, fixed: Fixed, shards: list[Stored], shares: int) -> list[Stored]:
         pairs = zip(shards, fixed.setup.layer_layouts, strict=True)
@@ -182,20 +198,24 @@ def _joined(setup: Setup, outers: list[OuterParams]) -> OuterParams:
     return functools.reduce(combine, outers)
 
 
-def _cast(setup: Setup, arrays: Sequence[Arrays]) -> list[Arrays]:
+def _scales(setup: Setup, layers: list[Arrays]) -> Sequence[Arrays | None]:
+    """Finds `Held.scales`, of whole weights: devices may have a part of each."""
+    if setup.compute is None or not setup.quantizes:
+        return [None] * len(layers)
+    largest = [
+        layout.largest(one, dtypes)
+        for layout, one, dtypes in zip(setup.layer_layouts, layers, setup.compute, strict=True)
+    ]
+    return jax.tree.map(lambda w: scale_for(lax.pmax(w, setup.layout.axes.peers), E4M3), largest)
+
+
+def _cast(setup: Setup, arrays: Sequence[Arrays], scales: Sequence[Arrays | None]) -> list[Arrays]:
     """A stage's arrays of all layouts, or slots, in the dtypes that layers compute in."""
     assert setup.compute is not None
-    return [
-        layout.cast(one, dtypes)
-        for layout, one, dtypes in zip(setup.layer_layouts, arrays, setup.compute, strict=True)
-    ]
+    given = zip(setup.layer_layouts, arrays, setup.compute, scales, strict=True)
+    return [layout.cast(one, dtypes, scale) for layout, one, dtypes, scale in given]
 
 
-def _cast_pieces(setup: Setup, pieces: list[Stored]) -> list[Stored]:
-    """A piece of all layouts, in the dtypes that layers compute in."""
-    if setup.compute is None:
-        return pieces
-    return [
-        jax.tree.map(lambda w, dtype: w.astype(dtype), piece, dtypes)
-        for piece, dtypes in zip(pieces, setup.compute, strict=True)
-    ]
+def _cast_shapes(setup: Setup, shapes: list[Shapes]) -> Shapes:
+    """Shapes of what `_cast` makes."""
+    return jax.eval_shape(lambda arrays: _cast(setup, arrays, _scales(setup, arrays)), shapes)

@@ -1,0 +1,61 @@
+"""Tensors in 8-bit floats, each with a scale (Micikevicius et al. 2022, FP8 formats, section 3).
+
+Scales are powers of two, so that multiplying by them rounds nothing. They are current: found from
+the tensor itself, not from earlier steps, so that there is no state to keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+"""Of weights and activations: 3 bits of mantissa, at most 448."""
+E5M2 = jnp.dtype(jnp.float8_e5m2)
+"""Of gradients at a matmul's output: 2 bits of mantissa, at most 57344."""
+_SMALLEST = 2.0**-100
+"""Scales are made for values of this size at least: a product of two scales is a float32."""
+
+
+class Quantized(NamedTuple):
+    """A tensor as ``values * scale``.
+
+    Args:
+      values: `E4M3` or `E5M2`.
+      scale: float32 scalar.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    def widened(self, dtype: Any) -> jax.Array:
+        return self.values.astype(dtype) * self.scale.astype(dtype)
+
+
+def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Finds the scale of tensors from the largest of their absolute values, which becomes 3/4 to
+    3/2 of the dtype's largest power of two: nothing overflows."""
+    wide = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
+    power = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=0)
+    return power * 2.0 ** (1 - jnp.finfo(dtype).maxexp)
+
+
+def rounded_to(x: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
+    """Rounds ``x / scale``; a scale with dimensions belongs to the first ones of x."""
+    scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+    return (x.astype(jnp.float32) / scale).astype(dtype)
+
+
+def quantize(x: jax.Array, dtype: Any) -> Quantized:
+    """Quantizes a tensor with its current scale.
+
+    Example:
+      >>> values, scale = quantize(jnp.array([0.1, -1.0]), E4M3)
+      >>> (values.astype("float32") * scale).tolist()
+      [0.1015625, -1.0]
+    """
+    scale = scale_for(jnp.abs(x).max(), dtype)
+    return Quantized(rounded_to(x, dtype, scale), scale)
