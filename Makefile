@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload plan-memory published figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload plan-memory published figures docs
 
 setup: $(INSTALLED)
 
@@ -95,6 +95,9 @@ study-hanayo: setup
 
 study-controllable-memory: setup
 	$(BIN)/python -m benchmarks.studies.controllable_memory $(ARGS)
+
+study-measured-costs: setup
+	$(BIN)/python -m benchmarks.studies.measured_costs $(ARGS)
 
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-environment: setup

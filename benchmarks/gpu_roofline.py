@@ -76,34 +76,41 @@ class Limits(NamedTuple):
 
 # What was found last, rounded up. docs/benchmarks.md says what is aimed at.
 LIMITS = {
-    "1x8 1f1b-fused, unrolled": Limits(1.47, 0, 0.023),
-    "1x8 1f1b-fused, stacked": Limits(1.71, 405, 0.019),
-    "1x8 1f1b, unrolled": Limits(1.61, 0, 0.026),
-    "1x8 1f1b, stacked": Limits(1.85, 405, 0.024),
-    "1x8 1f1b-fused, unrolled, dots": Limits(1.06, 0, 0.027),
-    "1x8 1f1b-fused, stacked, dots": Limits(1.27, 405, 0.021),
-    "1x8 1f1b, unrolled, dots": Limits(1.23, 0, 0.03),
-    "1x8 1f1b, stacked, dots": Limits(1.44, 405, 0.027),
-    "1x8 1f1b-fused, unrolled, full": Limits(0.97, 0, 0.023),
-    "1x8 1f1b-fused, stacked, full": Limits(1.14, 405, 0.018),
-    "1x8 1f1b, unrolled, full": Limits(1.11, 0, 0.027),
-    "1x8 1f1b, stacked, full": Limits(1.28, 405, 0.023),
-    "1x8 gpipe, ZeRO-2, unrolled": Limits(1.61, 0, 0.017),
-    "1x8 1f1b, ZeRO-2, unrolled": Limits(1.61, 0, 0.022),
-    "1x8 gpipe, ZeRO-3, unrolled": Limits(1.61, 0, 0.019),
-    "1x8 1f1b, ZeRO-3, unrolled": Limits(1.61, 0, 0.023),
-    "1x8 breadth-first, ZeRO-2, unrolled": Limits(1.61, 0, 0.0111),
-    "1x8 zb-v, ZeRO-2, unrolled": Limits(1.61, 0, 0.014),
-    "1x8 breadth-first, ZeRO-3, unrolled": Limits(1.61, 0, 0.013),
-    "1x8 zb-v, ZeRO-3, unrolled": Limits(1.61, 0, 0.016),
-    "2x8 breadth-first, ZeRO-2, unrolled": Limits(2.05, 0, 0.039),
-    "2x8 1f1b, ZeRO-2, unrolled": Limits(1.61, 0, 0.049),
-    "2x8 zb-v, ZeRO-2, unrolled": Limits(1.61, 0, 0.037),
-    "2x8 breadth-first, ZeRO-3, unrolled": Limits(2.06, 0, 0.04),
-    "2x8 1f1b, ZeRO-3, unrolled": Limits(1.61, 0, 0.049),
-    "2x8 zb-v, ZeRO-3, unrolled": Limits(1.61, 0, 0.037),
-    "1x8 1f1b-fused, ZeRO-2, unrolled, dots": Limits(1.06, 0, 0.026),
-    "1x8 1f1b, ZeRO-2, unrolled, dots": Limits(1.23, 0, 0.018),
+    "1x8 1f1b-fused, unrolled": Limits(1.47, 0, 0.029),
+    "1x8 1f1b-fused, stacked": Limits(1.71, 405, 0.022),
+    "1x8 1f1b, unrolled": Limits(1.61, 0, 0.022),
+    "1x8 1f1b, stacked": Limits(1.84, 405, 0.017),
+    "1x8 1f1b-fused, unrolled, dots": Limits(1.06, 0, 0.034),
+    "1x8 1f1b-fused, stacked, dots": Limits(1.27, 405, 0.025),
+    "1x8 1f1b, unrolled, dots": Limits(1.23, 0, 0.024),
+    "1x8 1f1b, stacked, dots": Limits(1.44, 405, 0.019),
+    "1x8 1f1b-fused, unrolled, full": Limits(0.97, 0, 0.029),
+    "1x8 1f1b-fused, stacked, full": Limits(1.14, 405, 0.022),
+    "1x8 1f1b, unrolled, full": Limits(1.1, 0, 0.02),
+    "1x8 1f1b, stacked, full": Limits(1.28, 405, 0.016),
+    "1x8 gpipe, ZeRO-2, unrolled": Limits(1.61, 0, 0.021),
+    "1x8 1f1b, ZeRO-2, unrolled": Limits(1.61, 0, 0.016),
+    "1x8 gpipe, ZeRO-3, unrolled": Limits(1.61, 0, 0.023),
+    "1x8 1f1b, ZeRO-3, unrolled": Limits(1.61, 0, 0.018),
+    "1x8 breadth-first, ZeRO-2, unrolled": Limits(1.61, 0, 0.017),
+    "1x8 zb-v, ZeRO-2, unrolled": Limits(1.61, 0, 0.034),
+    "1x8 breadth-first, ZeRO-3, unrolled": Limits(1.61, 0, 0.019),
+    "1x8 zb-v, ZeRO-3, unrolled": Limits(1.61, 0, 0.035),
+    "2x8 breadth-first, ZeRO-2, unrolled": Limits(1.9, 0, 0.043),
+    "2x8 1f1b, ZeRO-2, unrolled": Limits(1.61, 0, 0.039),
+    "2x8 zb-v, ZeRO-2, unrolled": Limits(1.61, 0, 0.074),
+    "2x8 breadth-first, ZeRO-3, unrolled": Limits(1.93, 0, 0.044),
+    "2x8 1f1b, ZeRO-3, unrolled": Limits(1.61, 0, 0.04),
+    "2x8 zb-v, ZeRO-3, unrolled": Limits(1.61, 0, 0.075),
+    "1x8 1f1b-fused, ZeRO-2, unrolled, dots": Limits(1.06, 0, 0.027),
+    "1x8 1f1b, ZeRO-2, unrolled, dots": Limits(1.23, 0, 0.019),
+    "1x8 zb-v, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.61, 0, 0.035),
+    "1x8 1f1b, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.61, 0, 0.013),
+    "1x8 breadth-first, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.61, 0, 0.015),
+    "2x8 zb-v, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.61, 0, 0.071),
+    "2x8 1f1b, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.61, 0, 0.024),
+    "2x8 breadth-first, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.93, 0, 0.031),
+    "1x8 1f1b-fused, unrolled, dots, vocabulary at the ends": Limits(1.06, 0, 0.026),
 }
 
 
@@ -128,7 +135,11 @@ def cases() -> list[Case]:
     recomputing = [
         change(case, schedule=name, zero=2, remat="dots") for name in ("1f1b-fused", "1f1b")
     ]
-    at_ends = [change(case, schedule="1f1b-fused", remat="dots", vocabulary="ends")]
+    at_ends = [change(case, schedule="1f1b-fused", remat="dots", vocabulary="ends")] + [
+        change(case, hosts=hosts, schedule=name, zero=3, vocabulary="ends")
+        for hosts in (1, 2)
+        for name in ("breadth-first", "1f1b", "zb-v")
+    ]
     return plain + sharded + recomputing + at_ends
 
 

@@ -280,9 +280,9 @@ of tensor collectives, how much is exposed in systems that overlap them.
 _ENDING = """
 A are runs on H100s (NVIDIA/dgxc-benchmarking), D Megatron-LM of 2021 on A100s with full
 rematerialization, F Zero Bubble (arXiv 2401.10241) on A100s, whose ZB-2p, a searched order, is
-predicted as ZB-H2. It is assumed that A overlaps its tensor collectives and messages, and that D
-and 1F1B of F wait for messages. Configurations and sources: `benchmarks/published_runs.csv` and
-`published_models.csv`.
+predicted as ZB-H2, K JaxPP (marin#7024), of assumed widths. It is assumed that A overlaps its
+tensor collectives and messages, and that D and 1F1B of F wait for messages. Configurations and
+sources: `benchmarks/published_runs.csv` and `published_models.csv`.
 """
 
 

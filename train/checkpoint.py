@@ -25,9 +25,13 @@ IN_FLIGHT = "in_flight"
 """The entry of the description with the layout of a pipeline in mid-flight; None if drained."""
 
 
-def checkpoints_in(folder: Path, *, keep: int = 1, read_only: bool = False) -> Checkpoints:
+def checkpoints_in(
+    folder: Path, *, keep: int = 1, keep_every: int | None = None, read_only: bool = False
+) -> Checkpoints:
     """Opens the checkpoints of a run, also those that older versions wrote without checksums."""
-    return Checkpoints(folder, keep=keep, read_only=read_only, older=_check_description)
+    return Checkpoints(
+        folder, keep=keep, keep_every=keep_every, read_only=read_only, older=_check_description
+    )
 
 
 def _check_description(run: dict[str, Any]) -> None:

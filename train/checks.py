@@ -107,6 +107,7 @@ def check(
         _data,
         lambda config: tasks.make(config).unread_options(),
         _warmup,
+        _kept_checkpoints,
         optimizers.failures,
         profile.failures,
         noise.failures,
@@ -355,6 +356,16 @@ def _warmup(config: Config) -> Iterator[Failure]:
             f"optimizer.warmup_steps={warmup} is longer than train.steps={steps}. "
             f"Nearest valid: {steps}.",
             ("optimizer.warmup_steps", "train.steps"),
+        )
+
+
+def _kept_checkpoints(config: Config) -> Iterator[Failure]:
+    every, saved = config.train.keep_every, config.train.checkpoint_every
+    if every is not None and every % saved:
+        yield Failure(
+            f"train.keep_every={every} is not a multiple of train.checkpoint_every={saved}, so not "
+            f"all of its steps have a checkpoint. Nearest valid: {_multiples(every, saved)}.",
+            ("train.keep_every", "train.checkpoint_every"),
         )
 
 

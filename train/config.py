@@ -268,6 +268,8 @@ class TrainConfig(Section):
     """Also save at the first printed line that is so many minutes after the last checkpoint."""
     keep: Count = 2
     """Number of the latest checkpoints to keep; the best one is kept as well."""
+    keep_every: Annotated[int | None, Range(1)] = None
+    """Checkpoints of steps that are multiples of it are kept for good; null keeps none of them."""
     noise_every: Natural = 0
     """Steps from one estimate of the noise scale to the next, at a step's time each; 0 is off."""
     profile_from: Annotated[int | None, Range(1)] = None

@@ -196,7 +196,9 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
     setup = Setup(config, recorded)
     digest = setup.task.data_digest()
     modes = Modes(setup)
-    checkpoints = checkpoint.checkpoints_in(folder / run_folder.CHECKPOINTS, keep=config.train.keep)
+    checkpoints = checkpoint.checkpoints_in(
+        folder / run_folder.CHECKPOINTS, keep=config.train.keep, keep_every=config.train.keep_every
+    )
     begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
     say(console, headline(setup))
     if resume:

@@ -64,7 +64,8 @@ class Checkpoints:
 
     Args:
       folder: absolute or relative path; made when first needed.
-      keep: how many of the latest checkpoints to keep, at least 1.
+      keep: how many of the latest checkpoints to keep, at least 1; the best one is kept as well.
+      keep_every: checkpoints of steps that are multiples of it are kept for good; None for none.
       read_only: never write.
       older: accepts checkpoints without checksums, which earlier versions of the trainer wrote: it
         takes what `save_arrays` was given as ``run``, and raises if that makes no sense.
@@ -87,12 +88,13 @@ class Checkpoints:
         folder: str | os.PathLike[str],
         *,
         keep: int = 1,
+        keep_every: int | None = None,
         read_only: bool = False,
         older: Older | None = None,
     ) -> None:
-        self._folder, self._keep = Path(folder).resolve(), keep
+        self._folder, self._keep, self._keep_every = Path(folder).resolve(), keep, keep_every
         self._read_only, self._older = read_only, older
-        problems: list[Problem | str] = [*below_one(keep=keep)]
+        problems: list[Problem | str] = [*below_one(keep=keep, keep_every=keep_every)]
         is_file = self._folder.exists() and not self._folder.is_dir()
         if is_file:
             name = f"folder={str(folder)!r}"
@@ -373,7 +375,9 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=keeping.LatestAndBest(self._folder, self._keep),
+                preservation_policy=keeping.LatestAndBest(
+                    self._folder, self._keep, self._keep_every
+                ),
                 # Without this the losses are not saved, and a run that resumes does not know them.
                 best_fn=keeping.held_out,
                 best_mode="min",

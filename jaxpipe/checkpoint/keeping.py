@@ -1,4 +1,4 @@
-"""The choice of checkpoints to keep: the latest few, and the one with the lowest held-out loss."""
+"""The choice of checkpoints to keep: the latest few, the best one, and one every so many steps."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def held_out(metrics: Mapping[str, float]) -> float:
 
 
 class LatestAndBest:
-    """Keeps the latest few, and the one with the lowest held-out loss.
+    """Keeps the latest few, the one with the lowest held-out loss, and one every so many steps.
 
     Args:
       folder: folder of the checkpoints.
       num_latest: number of the latest checkpoints to keep.
+      every: steps that are multiples of it are kept for good; None keeps no others.
     """
 
-    def __init__(self, folder: Path, num_latest: int) -> None:
-        self._folder, self._num_latest = folder, num_latest
+    def __init__(self, folder: Path, num_latest: int, every: int | None) -> None:
+        self._folder, self._num_latest, self._every = folder, num_latest, every
 
     def should_preserve(
         self,
@@ -48,7 +49,13 @@ class LatestAndBest:
         newest_first = range(len(losses) - 1, -1, -1)
         best = min(newest_first, key=losses.__getitem__, default=None)
         first = len(losses) - self._num_latest
-        return [number >= first or number == best for number in range(len(losses))]
+        return [
+            number >= first or number == best or self._is_for_good(checkpoint.step)
+            for number, checkpoint in enumerate(checkpoints)
+        ]
+
+    def _is_for_good(self, step: int) -> bool:
+        return self._every is not None and step % self._every == 0
 
     def _loss(self, checkpoint: checkpoint_managers.PolicyCheckpointInfo) -> float:
         metrics = checkpoint.metrics  # None if an earlier run saved it

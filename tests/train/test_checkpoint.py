@@ -77,6 +77,14 @@ def test_an_old_checkpoint_half_removed_does_not_matter(tmp_path, lost):
         assert checkpoints.latest == 3
 
 
+def test_the_latest_the_best_and_every_fourth_are_kept(tmp_path):
+    for steps in ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10)):  # the second run continues the first
+        with checkpoints_in(tmp_path / "c", keep=2, keep_every=4) as checkpoints:
+            for step in steps:
+                _save(checkpoints, step, abs(step - 3.0))
+    assert list(checkpoints.steps) == [3, 4, 8, 9, 10]
+
+
 def test_another_model_names_every_field(tmp_path):
     config = Config(run_dir=str(tmp_path))
     saved = checkpoint.describe(config, data_sha256="a")

@@ -169,6 +169,11 @@ RULES = [
         {"train.seed": 2**63},
         "train.seed=9223372036854775808 must be at least 0 and at most 9223372036854775807.",
     ),
+    (
+        {"train.checkpoint_every": 20, "train.keep_every": 50},
+        "train.keep_every=50 is not a multiple of train.checkpoint_every=20, so not all of its "
+        "steps have a checkpoint. Nearest valid: 40 or 60.",
+    ),
     ({"optimizer.peak_lr": float("nan")}, "optimizer.peak_lr=nan must be above 0."),
     ({"data.mix": {"data/code": math.nan}}, "Nearest valid: 1e-06"),
     ({"optimizer.beta2": 1.0}, "optimizer.beta2=1.0 must be at least 0 and below 1."),
