@@ -117,7 +117,6 @@ FEW = {
     "mixture-without-capacity": Case(
         dataclasses.replace(MIXTURE, num_layers=4), "zb-v", EXPERT[1], 3, "dots"
     ),
-    "gpt-oss": Case(dataclasses.replace(GPT_OSS, num_layers=2), "1f1b-fused", CONTEXT[1]),
     "deepseek": Case(
         dataclasses.replace(DEEPSEEK, num_layers=2), "zb-h1", {"stage": 2, "data": 2}, 3, "dots"
     ),

@@ -58,14 +58,15 @@ def test_layers_take_what_a_device_holds_of_them_of_split_experts_too(expert_eve
     assert sum(kept) == 2 * 4 * sum(sizes)  # stages, bytes of a number
 
 
+@pytest.mark.slow
 def test_a_step_moves_biases_of_experts_towards_equal_use():
     """By the counts of all microbatches and data shards; layers without experts have no bias."""
     experts = {"num_experts": 4, "dense_layers": 1, "router": "sigmoid", "bias_speed": 0.25}
     setup = Setup(
         Config(
             model=CONFIG["model"] | {"num_layers": 2} | experts,
-            mesh=CONFIG["mesh"],
-            pipeline={"schedule": "1f1b", "microbatches": 2},
+            mesh={"stage": 1, "data": 2},
+            pipeline={"schedule": "1f1b-fused", "microbatches": 2},
             train=CONFIG["train"] | {"batch_size": 4},
         )
     )
