@@ -4,8 +4,8 @@ Keys and values of all heads are made from one small vector per token, so that i
 decoder has to keep, and queries likewise. A part of each head has rotary positions; that of the
 keys is the same for all heads:
 
-    latent, k_rotary = split(down(x))
-    k, v = key_value(norm(latent)), k = (k, rotate(k_rotary))
+    vector, k_rotary = split(latent(x))
+    k, v = key_value(norm(vector)), k = (k, rotate(k_rotary))
     q, q_rotary = query(norm(query_down(x))), q = (q, rotate(q_rotary))
 
 Devices that share the heads exchange the small vectors in place of the residual stream.
@@ -46,8 +46,8 @@ class LatentAttention(nnx.Module):
         def norm(width: int) -> nnx.RMSNorm:
             return rms_norm(width, epsilon=_EPSILON, dtype=config.compute_dtype, rngs=rngs)
 
-        self.down = linear(config.width, rank + rotated)
-        self.norm = norm(rank)
+        self.latent = linear(config.width, rank + rotated)
+        self.latent_norm = norm(rank)
         heads, query_rank = config.num_heads, config.query_rank
         self.key_value = linear(rank, heads * (config.head_width + values))
         if query_rank is not None:
@@ -58,11 +58,11 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BTE, documents_BS=None):
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         tensor.part(config.num_heads, "num_heads")
-        latent_BTL, k_rotary_BTR = jnp.split(self.down(x_BTE), (self.rank,), axis=-1)
+        latent_BTL, k_rotary_BTR = jnp.split(self.latent(x_BTE), (self.rank,), axis=-1)
         if config.query_rank is not None:
             x_BTE = self.query_norm(self.query_down(x_BTE))
         latent_BSL, k_rotary_BSR, x_BSE = map(
-            tensor.gather, (self.norm(latent_BTL), k_rotary_BTR, x_BTE)
+            tensor.gather, (self.latent_norm(latent_BTL), k_rotary_BTR, x_BTE)
         )
         num_rows, length, _ = x_BSE.shape
         q_BSNH = self.query(x_BSE).reshape(num_rows, length, -1, config.score_width)

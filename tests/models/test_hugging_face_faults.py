@@ -67,7 +67,12 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
         ("qwen3", "rope_parameters", {"rope_type": "longrope"}, "rope_type='longrope'"),
         ("gpt_oss", "swiglu_limit", 5.0, "swiglu_limit=5.0; it can only be read with 7.0."),
         ("gpt_oss", "rope_scaling", YARN | {"mscale": 0.5}, "mscale=0.5; it can only be read"),
-        ("deepseek_v3", "rope_scaling", YARN | {"mscale_all_dim": 0.5}, "mscale_all_dim=0.5; it"),
+        (
+            "deepseek_v3",
+            "rope_scaling",
+            YARN | {"mscale_all_dim": 0.5},
+            "mscale=0.7; it can only be",
+        ),
         ("deepseek_v3", "rope_interleave", False, "rope_interleave=False; it can only be read"),
         ("deepseek_v3", "num_nextn_predict_layers", 1, "=1; it can only be read with 0."),
         ("deepseek_v3", "topk_group", 5, "groups_per_token=5 must be at most expert_groups=4"),
