@@ -7,7 +7,7 @@ heads, G query heads per key head, H head width, E width.
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ class Attention(nnx.Module):
         self.out = Linear(
             heads_width, config.width, bias=config.bias, stddev=config.residual_stddev, rngs=rngs
         )
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_heads))
         if config.qk_norm:
             self.query_norm, self.key_norm = (
                 rms_norm(
@@ -56,15 +58,24 @@ class Attention(nnx.Module):
             turns_H = rotary.frequencies(config, is_local=self.is_local)
             positions_T = context.own(jnp.arange(length * context.size), 0)
             q_BTNH, k_BTKH = (rotary.rotate(w, turns_H, positions_T) for w in (q_BTNH, k_BTKH))
-        attention = functools.partial(
-            causal_attention,
-            scale=1 / math.sqrt(config.query_scalar or config.head_width),
-            window=config.window if self.is_local else None,
-            soft_cap=config.attention_soft_cap,
-            documents_BS=documents_BS,
-        )
+        attention = configured(config, self.is_local, documents_BS)
+        if config.attention_sinks:
+            attention = functools.partial(attention, sinks_N=self.sinks[...])
         mixed_BTNH = context.attend(attention, q_BTNH, k_BTKH, v_BTKH)
         return self.out(mixed_BTNH.reshape(num_rows, length, -1), tensor.scatter)
+
+
+def configured(
+    config: GPTConfig, is_local: bool, documents_BS: jax.Array | None
+) -> Callable[..., jax.Array]:
+    """Makes `causal_attention` of a layer."""
+    return functools.partial(
+        causal_attention,
+        scale=config.score_scale,
+        window=config.window if is_local else None,
+        soft_cap=config.attention_soft_cap,
+        documents_BS=documents_BS,
+    )
 
 
 def causal_attention(
@@ -77,6 +88,7 @@ def causal_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     documents_BS: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention whose keys and values may have fewer heads, K, than the queries.
 
@@ -88,11 +100,14 @@ def causal_attention(
       soft_cap: cap of the scores, as in `soft_capped`. It rules out flash attention.
       documents_BS: number of the document of each token that has a key; a token sees only its own
         document. None for one document per row.
+      sinks_N: a logit per head in the denominator of the softmax; None for none.
     """
     _, num_keys, num_kv_heads, head_width = k_BSKH.shape
     same_tokens = positions_T is None
     positions_T = jnp.arange(num_keys) if positions_T is None else positions_T
     seen = visible(positions_T, num_keys, window=window, documents_BS=documents_BS)
+    if sinks_N is not None:
+        return _with_sinks(q_BTNH, k_BSKH, v_BSKH, seen, sinks_N / scale, scale)
     if soft_cap is None:
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -109,6 +124,27 @@ def causal_attention(
     scores = jnp.where(seen[:, :, None], soft_capped(scale * scores, soft_cap), -jnp.inf)
     weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
+
+
+def _with_sinks(q_BTNH, k_BSKH, v_BSKH, seen, sinks_N, scale):
+    """Attention with a sink: a further key that all tokens see, with zeros as its value.
+
+    Queries have further numbers, the first of which is their head's ``sinks_N``; the sink has 1
+    there and other keys 0. So flash attention computes it, whose log-sum-exp has no gradient. It
+    takes even numbers of keys and widths that 8 divides; the rest is padding.
+    """
+    q_BTNH, k_BSKH, v_BSKH = (
+        jnp.pad(w, ((0, 0), (0, keys), (0, 0), (0, 8)))
+        for w, keys in ((q_BTNH, 0), (k_BSKH, 2), (v_BSKH, 2))
+    )
+    width = v_BSKH.shape[-1] - 8
+    q_BTNH = q_BTNH.at[..., width].set(sinks_N.astype(q_BTNH.dtype))
+    k_BSKH = k_BSKH.at[:, -2, :, width].set(1)
+    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, 2))).at[..., -2].set(True)
+    mixed_BTNH = jax.nn.dot_product_attention(
+        q_BTNH, k_BSKH, v_BSKH, mask=seen, scale=scale, implementation=attention_kernel(q_BTNH)
+    )
+    return mixed_BTNH[..., :width]
 
 
 def visible(

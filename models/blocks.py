@@ -23,12 +23,18 @@ INIT_STDDEV = 0.02
 """Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""
 
 
-ACTIVATIONS: dict[str, tuple[bool, Callable[[jax.Array], jax.Array]]] = {
-    "gelu": (False, jax.nn.gelu),
-    "swiglu": (True, jax.nn.silu),
-    "geglu": (True, jax.nn.gelu),
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU of GPT-OSS: both branches are clamped at 7, and ``up`` counts from -1."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
+    "clamped_swiglu": clamped_swiglu,
 }
-"""Whether an MLP has a gate, and the function of the gate or of the only branch."""
+"""The hidden values of an MLP with a gate, by both its branches; one without a gate has a GELU."""
 
 
 class Linear(nnx.Module):

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, einsum
+from models.blocks import GATED, INIT_STDDEV, Linear, einsum, matmul
 from models.gpt_config import GPTConfig
 from models.grouped_matmul import grouped_matmul
 from models.sharing import Sharing
@@ -44,8 +44,15 @@ class Routing(NamedTuple):
     loss: jax.Array | None
 
 
+class Balance(nnx.Variable):
+    """An array of a router that no gradient changes."""
+
+
 class Router(nnx.Module):
     """Chooses experts for every token by their scores, which are computed in float32.
+
+    With ``config.bias_speed``, ``bias`` is added to the scores only for the choice, and ``counts``
+    adds up how often every expert is chosen.
 
     Args:
       config: the model's shape.
@@ -58,15 +65,27 @@ class Router(nnx.Module):
         self.config, self.sharing = config, sharing
         shape = (config.width, config.num_experts)
         self.kernel = nnx.Param(INIT_STDDEV * jax.random.normal(rngs.params(), shape))
+        self.bias = nnx.data(None)
+        if config.expert_bias:
+            self.bias = nnx.Param(jnp.zeros(config.num_experts))
+        if config.bias_speed is not None:
+            self.selection = nnx.Dict(
+                bias=Balance(jnp.zeros(config.num_experts)),
+                counts=Balance(jnp.zeros(config.num_experts)),
+            )
 
     def __call__(self, x_TE) -> Routing:
         config = self.config
         logits_TX = x_TE.astype(jnp.float32) @ self.kernel[...]
+        if self.bias is not None:
+            logits_TX = logits_TX + self.bias[...]
         sigmoid = config.router == "sigmoid"
         scores_TX = jax.nn.sigmoid(logits_TX) if sigmoid else jax.nn.softmax(logits_TX)
-        scores_TK, chosen_TK = lax.top_k(scores_TX, config.experts_per_token)
+        chosen_TK = self._chosen(scores_TX)
+        scores_TK = jnp.take_along_axis(scores_TX, chosen_TK, axis=-1)
         if config.normalized_scores:
             scores_TK = scores_TK / scores_TK.sum(axis=-1, keepdims=True)
+        scores_TK = config.score_factor * scores_TK
         if not config.has_layer_losses:
             return Routing(chosen_TK, scores_TK, None)
         shares_TX = scores_TX / scores_TX.sum(axis=-1, keepdims=True)
@@ -76,6 +95,44 @@ class Router(nnx.Module):
         z_loss = jnp.mean(jax.nn.logsumexp(logits_TX, axis=-1) ** 2)
         loss = config.balance_loss * balance + config.z_loss * z_loss
         return Routing(chosen_TK, scores_TK, loss)
+
+    def _chosen(self, scores_TX):
+        config = self.config
+        if config.bias_speed is not None:
+            scores_TX = scores_TX + self.selection.bias[...]
+        if config.groups_per_token < config.expert_groups:
+            scores_TX = in_best_groups(scores_TX, config.expert_groups, config.groups_per_token)
+        _, chosen_TK = lax.top_k(scores_TX, config.experts_per_token)
+        if config.bias_speed is not None:
+            counts = self.selection.counts
+            counts[...] += jnp.bincount(chosen_TK.reshape(-1), length=scores_TX.shape[-1])
+        return chosen_TK
+
+
+def in_best_groups(scores_TX: jax.Array, num_groups: int, num_best: int) -> jax.Array:
+    """Makes scores minus infinity outside each token's best groups (DeepSeek-V3, section 2.1.2).
+
+    A group of experts that follow one another is as good as its best two together.
+
+    Example:
+      >>> in_best_groups(jnp.array([[0.5, 0.0, 0.25, 0.5]]), 2, 1).tolist()
+      [[-inf, -inf, 0.25, 0.5]]
+    """
+    scores_TGX = scores_TX.reshape(len(scores_TX), num_groups, -1)
+    best, _ = lax.top_k(scores_TGX, min(2, scores_TGX.shape[-1]))
+    _, groups = lax.top_k(best.sum(axis=-1), num_best)
+    is_best_TG = jax.nn.one_hot(groups, num_groups, dtype=bool).any(axis=1)
+    return jnp.where(is_best_TG[..., None], scores_TGX, -jnp.inf).reshape(scores_TX.shape)
+
+
+def moved_bias(bias_X: jax.Array, counts_X: jax.Array, speed: float) -> jax.Array:
+    """Moves the biases of experts chosen too rarely up and of others down (Wang et al. 2024).
+
+    Example:
+      >>> moved_bias(jnp.zeros(3), jnp.array([4, 1, 1]), 0.5).tolist()
+      [-0.5, 0.5, 0.5]
+    """
+    return bias_X + speed * jnp.sign(counts_X.mean() - counts_X)
 
 
 def balance_loss(share_X: jax.Array, use_X: jax.Array) -> jax.Array:
@@ -192,14 +249,18 @@ def _take(rows, numbers):
 
 
 class _ExpertLinear(nnx.Module):
-    """One matrix per expert, [experts, in, out]."""
+    """One matrix per expert, [experts, in, out], and one vector with ``config.expert_bias``."""
 
-    def __init__(self, num_experts: int, shape: tuple[int, int], stddev: float, *, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), (num_experts, *shape)))
+    def __init__(self, config: GPTConfig, shape: tuple[int, int], stddev: float, *, rngs: nnx.Rngs):
+        count = config.num_experts
+        assert count is not None
+        self.kernel = nnx.Param(stddev * jax.random.normal(rngs.params(), (count, *shape)))
+        has_bias = config.expert_bias
+        self.bias = nnx.Param(jnp.zeros((count, shape[1]))) if has_bias else nnx.data(None)
 
 
 class Experts(nnx.Module):
-    """The MLPs of all experts, without biases.
+    """The MLPs of all experts.
 
     Args:
       config: the model's shape.
@@ -211,14 +272,13 @@ class Experts(nnx.Module):
         count, width, hidden = config.num_experts, config.width, config.expert_hidden_width
         assert count is not None
         self.config, self.count, self.axis = config, count, axis
-        gated, self.activation = ACTIVATIONS[config.activation]
-        self.up = _ExpertLinear(count, (width, hidden), INIT_STDDEV, rngs=rngs)
+        self.up = _ExpertLinear(config, (width, hidden), INIT_STDDEV, rngs=rngs)
         self.gate = (
-            _ExpertLinear(count, (width, hidden), INIT_STDDEV, rngs=rngs)
-            if gated
+            _ExpertLinear(config, (width, hidden), INIT_STDDEV, rngs=rngs)
+            if config.activation in GATED
             else nnx.data(None)
         )
-        self.down = _ExpertLinear(count, (hidden, width), config.residual_stddev, rngs=rngs)
+        self.down = _ExpertLinear(config, (hidden, width), config.residual_stddev, rngs=rngs)
 
     def __call__(self, x_TE, routing: Routing) -> tuple[jax.Array, jax.Array | None]:
         """Sums the experts' outputs by their scores; also returns the share of choices that find no
@@ -251,13 +311,21 @@ class Experts(nnx.Module):
             num_chosen = jnp.count_nonzero(chosen_DK < num_own)
             dropped = jnp.float32(num_chosen - sizes_Y.sum()) / routing.chosen.size
 
-        def times(x_P, kernel):
-            return grouped_matmul(x_P, kernel, sizes_Y, expected)
-
         x_PE = sent(x_DE, places)
-        hidden_PF = self._hidden(lambda kernel: times(x_PE, kernel))
-        hidden_PF = hidden_PF * sent_scores(scores_DK, places)[:, None].astype(x_TE.dtype)
-        y_DE = returned(times(hidden_PF, self.down.kernel[...]), places)
+        scores_P1 = sent_scores(scores_DK, places)[:, None].astype(x_TE.dtype)
+        numbers_P = jnp.arange(len(x_PE))
+
+        def linear(x_P, layer, scores_P1):
+            y_P = grouped_matmul(x_P, layer.kernel[...], sizes_Y, expected)
+            if layer.bias is None:
+                return y_P
+            experts_P = jnp.searchsorted(jnp.cumsum(sizes_Y), numbers_P, side="right")
+            is_of_PY = jax.nn.one_hot(experts_P, num_own, dtype=x_P.dtype)
+            return y_P + matmul(is_of_PY * scores_P1, layer.bias[...])
+
+        one = jnp.ones((), x_TE.dtype)
+        hidden_PF = self._hidden(lambda layer: linear(x_PE, layer, one)) * scores_P1
+        y_DE = returned(linear(hidden_PF, self.down, scores_P1), places)
         if self.axis is not None:
             y_DE = lax.psum_scatter(y_DE, self.axis, tiled=True)
         return y_DE, dropped
@@ -267,17 +335,25 @@ class Experts(nnx.Module):
         x_XCE, weights_XC = sent(x_TE, places), sent_scores(routing.scores, places)
         x_YDE, weights_YD = (self._exchange(parts, 0, 1) for parts in (x_XCE, weights_XC))
 
-        hidden_YDF = self._hidden(lambda kernel: einsum("yde,yef->ydf", x_YDE, kernel))
-        hidden_YDF = hidden_YDF * weights_YD[..., None].astype(x_TE.dtype)
-        y_YDE = einsum("ydf,yfe->yde", hidden_YDF, self.down.kernel[...])
+        weights_YD1 = weights_YD[..., None].astype(x_TE.dtype)
+
+        def linear(x_YD, layer, weights_YD1):
+            y_YD = einsum("ydi,yio->ydo", x_YD, layer.kernel[...])
+            if layer.bias is None:
+                return y_YD
+            return y_YD + weights_YD1 * layer.bias[...][:, None].astype(x_YD.dtype)
+
+        one = jnp.ones((), x_TE.dtype)
+        hidden_YDF = self._hidden(lambda layer: linear(x_YDE, layer, one)) * weights_YD1
+        y_YDE = linear(hidden_YDF, self.down, weights_YD1)
         return returned(self._exchange(y_YDE, 1, 0), places)
 
-    def _hidden(self, times: Callable[[jax.Array], jax.Array]):
-        """Computes the hidden values; ``times`` multiplies the tokens by a kernel."""
-        up = times(self.up.kernel[...])
+    def _hidden(self, of_tokens: Callable[[_ExpertLinear], jax.Array]):
+        """Computes the hidden values; ``of_tokens`` applies a linear map to the tokens."""
+        up = of_tokens(self.up)
         if self.gate is None:
-            return self.activation(up)
-        return self.activation(times(self.gate.kernel[...])) * up
+            return jax.nn.gelu(up)
+        return GATED[self.config.activation](of_tokens(self.gate), up)
 
     def _exchange(self, parts, split: int, joined: int):
         """Sends each device its part and joins those received: split and joined dimensions."""

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpipe import Model, WithLoss, vocabulary
-from jaxpipe.nnx import functional, stack
+from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
 from models.attention import Attention, visible
-from models.blocks import ACTIVATIONS, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
+from models.blocks import GATED, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
+from models.latent_attention import LatentAttention
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor
 
@@ -36,13 +37,12 @@ class MLP(nnx.Module):
     """Two matmuls with a GELU between them, or three with a gate."""
 
     def __init__(self, config: GPTConfig, hidden: int, *, tensor: Tensor, rngs: nnx.Rngs):
-        self.tensor = tensor
+        self.config, self.tensor = config, tensor
         width, bias = config.width, config.bias
         self.up = Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
-        gated, self.activation = ACTIVATIONS[config.activation]
         self.gate = (
             Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
-            if gated
+            if config.activation in GATED
             else nnx.data(None)
         )
         self.down = Linear(hidden, width, bias=bias, stddev=config.residual_stddev, rngs=rngs)
@@ -50,9 +50,9 @@ class MLP(nnx.Module):
     def __call__(self, x):
         x = self.tensor.gather(x)
         if self.gate is None:
-            hidden = self.activation(self.up(x))
+            hidden = jax.nn.gelu(self.up(x))
         else:
-            hidden = self.activation(self.gate(x)) * self.up(x)
+            hidden = GATED[self.config.activation](self.gate(x), self.up(x))
         return self.down(hidden, self.tensor.scatter)
 
 
@@ -66,7 +66,8 @@ class Block(nnx.Module):
         self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
-        self.attention = Attention(config, is_local=kind.is_local, sharing=sharing, rngs=rngs)
+        attention = Attention if config.kv_rank is None else LatentAttention
+        self.attention = attention(config, is_local=kind.is_local, sharing=sharing, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
         make = _mixture if kind.has_experts else _mlp
         self.mlp = make(config, rngs, sharing)
@@ -101,6 +102,38 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
     return {**_init_outer(config, rng), "layers": _init_layers(config, layers_rng)}
 
 
+def init_state(config: GPTConfig) -> tuple[PyTree, ...] | None:
+    """Biases and counts of the routers before the first step, all 0; None without ``bias_speed``.
+
+    Returns:
+      One tree per layer, float32; ``{}`` for a layer without experts.
+    """
+    if config.bias_speed is None:
+        return None
+    shapes = tuple(_functions(config, kind)[2] for kind in config.layer_kinds)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+
+
+def end_step(config: GPTConfig, state: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """Moves the routers' biases by the counts of a step's microbatches, and begins to count anew.
+
+    Args:
+      config: the model's shape.
+      state: canonical states after the step, the mean over data shards.
+    """
+    speed = config.bias_speed
+    assert speed is not None
+
+    def of_layer(layer: PyTree, kind: LayerKind) -> PyTree:
+        if not kind.has_experts:
+            return layer
+        bias, counts = (layer["mlp"]["router"]["selection"][name] for name in ("bias", "counts"))
+        moved = experts.moved_bias(bias, counts, speed)
+        return {"mlp": {"router": {"selection": {"bias": moved, "counts": 0 * counts}}}}
+
+    return tuple(map(of_layer, state, config.layer_kinds))
+
+
 def model(
     config: GPTConfig,
     *,
@@ -113,7 +146,8 @@ def model(
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
     ``tokens[:, 1:]``, S at most ``sequence_length``. With ``documents``, int32 [rows, S], a token
-    only sees tokens of its own document, and learned positions begin anew with each document.
+    only sees tokens of its own document, and learned positions begin anew with each document. With
+    ``bias_speed`` the model is stateful: `init_state` makes its state, and `end_step` ends a step.
 
     Args:
       config: the model's shape.
@@ -166,17 +200,30 @@ def model(
     shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
     own = gpt_split.of_parameters(config, outer, shapes, sharing)
     return Model(
-        embed, layer, head_loss, stage_split=split, axes=sharing.axes, axis_split=own, output=output
+        embed,
+        layer,
+        head_loss,
+        stateful=config.bias_speed is not None,
+        stage_split=split,
+        axes=sharing.axes,
+        axis_split=own,
+        output=output,
     )
 
 
-def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
+def logits(
+    config: GPTConfig,
+    params: PyTree,
+    tokens: jax.Array,
+    state: tuple[PyTree, ...] | None = None,
+) -> jax.Array:
     """Plain forward pass on one device, without dropout; experts drop no tokens.
 
     Args:
       config: the model's shape.
       params: canonical parameters, as `init` returns them.
       tokens: int32 [rows, S], S at most ``sequence_length``.
+      state: states of the layers, needed with ``bias_speed`` only.
 
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
@@ -187,7 +234,9 @@ def logits(config: GPTConfig, params: PyTree, tokens: jax.Array) -> jax.Array:
     )
     layer = model(config).layer
     x = _embed(config, params, tokens, None, WHOLE, {})
-    if isinstance(layer, tuple):
+    if config.bias_speed is not None:
+        x = _with_state(config, params["layers"], x, state)
+    elif isinstance(layer, tuple):
         for function, layer_params in zip(layer, params["layers"], strict=True):
             x = function(layer_params, x, None, None)
     else:
@@ -217,7 +266,8 @@ def flops_per_token(config: GPTConfig) -> int:
     6 N + 12 A S for each layer (Chowdhery et al. 2022, appendix B): N counts the parameters that
     take part in a matmul, hence no position tables, no input table that is only looked up, and only
     as many experts as a token is sent to. The second term is the attention scores and their use,
-    with A the width of all heads and S the tokens that a position sees, not halved for causality.
+    with A the width of all heads (the mean of keys' and values') and S the tokens that a position
+    sees, not halved for causality.
     Recomputation is not counted.
     """
     num_multiplied = num_parameters(config)
@@ -226,16 +276,17 @@ def flops_per_token(config: GPTConfig) -> int:
     if not config.tied:
         num_multiplied -= config.vocab_size * config.width
     num_idle = (config.num_experts or 0) - config.experts_per_token
-    per_expert = (3 if ACTIVATIONS[config.activation][0] else 2) * config.width
+    per_expert = (3 if config.activation in GATED else 2) * config.width
     num_multiplied -= sum(kind.has_experts for kind in config.layer_kinds) * (
         num_idle * per_expert * config.expert_hidden_width
     )
-    length, width = config.sequence_length, config.num_heads * config.head_width
+    length = config.sequence_length
+    widths = config.num_heads * (config.score_width + (config.value_size or config.head_width))
     seen = sum(
         min(config.window or length, length) if kind.is_local else length
         for kind in config.layer_kinds
     )
-    return 6 * num_multiplied + 12 * width * seen
+    return 6 * num_multiplied + 6 * widths * seen
 
 
 def _mlp(config, rngs, sharing):
@@ -263,32 +314,46 @@ def _init_outer(config, rng):
 
 
 def _init_layers(config, rng):
+    def initial(key, kind):
+        return stateful(Block(config, kind, rngs=nnx.Rngs(key)))[1]
+
     kinds = config.layer_kinds
     if config.layers_are_alike:
-        return stack(
-            lambda rngs: Block(config, kinds[0], rngs=rngs),
-            num_layers=config.num_layers,
-            rngs=nnx.Rngs(rng),
-        )[1]
-    return tuple(
-        functional(Block(config, kind, rngs=nnx.Rngs(key)))[1]
-        for kind, key in zip(kinds, jax.random.split(rng, len(kinds)), strict=True)
-    )
-
-
-def _block(config, rngs, kind, sharing=WHOLE):
-    return Block(config, kind, sharing=sharing, rngs=rngs)
+        keys = jax.random.split(nnx.Rngs(rng).params(), len(kinds))
+        return jax.vmap(lambda key: initial(key, kinds[0]))(keys)
+    return tuple(map(initial, jax.random.split(rng, len(kinds)), kinds))
 
 
 def _layer(config, kind, sharing=WHOLE):
     """Makes the function of a layer, as a pipeline calls it."""
-    apply = function_of(functools.partial(_block, kind=kind, sharing=sharing), config)
+    apply, _, _ = _functions(config, kind, sharing)
 
-    def layer(params, x, microbatch, rng):
+    def layer(params, x, microbatch, rng, *state):
         documents = None if microbatch is None else microbatch.get("documents")
-        return apply(params, x, documents, rng=rng)
+        y, renewed = apply(params, *(state or ({},)), x, documents, rng=rng)
+        return (y, renewed) if state else y
 
     return layer
+
+
+def _functions(config, kind, sharing=WHOLE):
+    """Converts a layer; its arrays are shapes."""
+    return stateful(nnx.eval_shape(lambda: Block(config, kind, sharing=sharing, rngs=nnx.Rngs(0))))
+
+
+def _with_state(config, layers, x, state):
+    """Runs all layers that keep a state, or would."""
+    if state is None:
+        raise ValueError(
+            f"bias_speed={config.bias_speed} keeps biases in the layers' states: pass state, as "
+            "training left it or as init_state makes it."
+        )
+    function = model(config).layer
+    for n, own in enumerate(state):
+        alike = config.layers_are_alike
+        params = jax.tree.map(lambda w, n=n: w[n], layers) if alike else layers[n]
+        x, _ = (function if alike else function[n])(params, x, None, None, own)
+    return x
 
 
 def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
@@ -333,7 +398,7 @@ def _outer_shapes(config):
 
 @functools.cache
 def _layer_shapes(config, kind):
-    return functional(nnx.eval_shape(lambda: Block(config, kind, rngs=nnx.Rngs(0))))[1]
+    return _functions(config, kind)[1]
 
 
 def _norm(config, rngs):

@@ -15,7 +15,9 @@ from models.blocks import INIT_STDDEV
 
 _EXPERT_COUNTS = (
     "num_experts", "experts_per_token", "expert_width", "expert_every", "shared_width",
+    "expert_groups", "groups_per_token",
 )  # fmt: skip
+_LATENT = ("query_rank", "rotary_size", "value_size")
 
 
 class LayerKind(NamedTuple):
@@ -49,7 +51,8 @@ class GPTConfig(validation.Validated):
       norm: "rms" or "layer".
       post_norm: norms after attention and MLP as well, before their residual sums (Gemma 2).
       qk_norm: RMSNorm over each head of queries and keys (Qwen 3, Gemma 3).
-      activation: "gelu" (tanh approximation, as GPT-2), or gated: "swiglu", "geglu".
+      activation: "gelu" (tanh approximation, as GPT-2), or gated: "swiglu", "geglu", or
+        "clamped_swiglu" (GPT-OSS).
       tied: one table for embedding and unembedding.
       scaled_embedding: embeddings are multiplied by the square root of ``width`` (Gemma).
       bias: biases in linear layers and in LayerNorm.
@@ -61,26 +64,43 @@ class GPTConfig(validation.Validated):
       attention_soft_cap: scores s become ``cap * tanh(s / cap)`` (Gemma 2); None means none.
       logit_soft_cap: likewise the logits.
       window: tokens that a local layer sees, its own included; None if all layers are global.
+      attention_sinks: a learned logit per head in the denominator of the softmax (GPT-OSS).
+      kv_rank: size of the latent vector from which a token's keys and values are made (DeepSeek-AI
+        2024, section 2.1); None for keys and values of its own.
+      query_rank: likewise for queries; None makes them from the residual stream.
+      rotary_size: numbers of a head, beside ``head_size`` with ``kv_rank``, that are rotated.
+      value_size: width of a head's values with ``kv_rank``.
       global_every: layer n is global if this divides n, counted from 1, and local otherwise (Gemma
         2: 2, Gemma 3: 6); None with a window means that all layers are local.
       rope_theta: base of the rotary wavelengths.
-      local_rope_theta: base of the wavelengths of local layers (Gemma 3); None means
-        ``rope_theta``.
-      rope_factor: factor by which rotary wavelengths of global layers are stretched.
+      local_rope_theta: base of the wavelengths of local layers, which are then not stretched (Gemma
+        3); None for the wavelengths of global layers.
+      rope_factor: factor by which rotary wavelengths are stretched.
       rope_original_length: stretch only wavelengths that do not fit often enough into so many
         tokens (Llama 3); None stretches all of them (Gemma 3).
+      rope_ramp: between both factors, the stretch changes linearly with how often a wavelength fits
+        ("llama3"), or with its number among a head's wavelengths ("yarn": Peng et al. 2023, section
+        3.2); "yarn_whole" rounds the ends of that ramp outwards to whole numbers.
+      rope_mscale: scores are multiplied by (1 + 0.1 rope_mscale ln(rope_factor)) squared (YaRN).
       rope_low_freq_factor: wavelengths that fit less often than this are stretched in full.
       rope_high_freq_factor: wavelengths that fit more often than this are kept; in between, both
         are mixed.
       norm_epsilon: added to the variance.
       num_experts: experts of a layer, each an MLP without biases; None for one MLP.
+      expert_bias: biases of experts and of the router (GPT-OSS).
       experts_per_token: number of experts that a token is sent to.
       expert_width: hidden size of an expert; None means that of the MLP.
       expert_every: layer n has experts if this divides n, counted from 1, and an MLP otherwise.
+      dense_layers: layers at the beginning that have an MLP in place of experts; None for none.
       shared_width: hidden size of an MLP that sees every token beside the experts; None for none.
       shared_gate: multiply the shared MLP's output by a sigmoid of the token (Qwen2-MoE).
       router: function from the router's logits to scores: "softmax" over all experts, or "sigmoid".
       normalized_scores: the scores of the chosen experts are divided by their sum.
+      score_factor: factor of the chosen experts' scores (DeepSeek-V3).
+      expert_groups: equal groups of experts; the two best experts of each are its score.
+      groups_per_token: groups with the best scores, among whose experts a token's are chosen.
+      bias_speed: each expert has a bias, added to its score only when experts are chosen, which
+        `models.gpt.end_step` moves by so much towards equal use (Wang et al. 2024); None for none.
       capacity_factor: the most tokens of a device that an expert computes, as a multiple of the
         number it would be sent if all experts were used alike, rounded up. Further tokens are
         dropped, first choices last. None drops nothing.
@@ -106,7 +126,7 @@ class GPTConfig(validation.Validated):
     norm: Literal["rms", "layer"] = "rms"
     post_norm: bool = False
     qk_norm: bool = False
-    activation: Literal["gelu", "swiglu", "geglu"] = "swiglu"
+    activation: Literal["gelu", "swiglu", "geglu", "clamped_swiglu"] = "swiglu"
     tied: bool = True
     scaled_embedding: bool = False
     bias: bool = False
@@ -116,12 +136,19 @@ class GPTConfig(validation.Validated):
     query_scalar: int | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    attention_sinks: bool = False
+    kv_rank: int | None = None
+    query_rank: int | None = None
+    rotary_size: int | None = None
+    value_size: int | None = None
     window: int | None = None
     global_every: int | None = None
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
     rope_factor: float = 1.0
     rope_original_length: int | None = None
+    rope_ramp: Literal["llama3", "yarn", "yarn_whole"] = "llama3"
+    rope_mscale: float = 0.0
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     norm_epsilon: float = 1e-5
@@ -129,10 +156,16 @@ class GPTConfig(validation.Validated):
     experts_per_token: int = 2
     expert_width: int | None = None
     expert_every: int = 1
+    expert_bias: bool = False
+    dense_layers: int | None = None
     shared_width: int | None = None
     shared_gate: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalized_scores: bool = True
+    score_factor: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    bias_speed: float | None = None
     capacity_factor: float | None = None
     device_capacity_factor: float | None = None
     balance_loss: float = 0.0
@@ -141,21 +174,28 @@ class GPTConfig(validation.Validated):
     def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
         optional = ("num_kv_heads", "head_size", "mlp_width", "query_scalar", "window")
-        more = ("global_every", "rope_original_length", *_EXPERT_COUNTS)
-        small = validation.small_counts(self, *counts, *optional, *more)
+        more = ("global_every", "rope_original_length", "dense_layers", "kv_rank", *_LATENT)
+        small = validation.small_counts(self, *counts, *optional, *more, *_EXPERT_COUNTS)
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
             self, "rope_theta", "local_rope_theta", "rope_factor", "norm_epsilon",
             "attention_soft_cap", "logit_soft_cap", "capacity_factor",
-            "device_capacity_factor",
+            "device_capacity_factor", "score_factor",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
+        if self.attention_sinks and (self.attention_soft_cap or self.kv_rank):
+            other = "attention_soft_cap" if self.attention_soft_cap else "kv_rank"
+            rule, others = f"does not go with ${other}", {other: getattr(self, other)}
+            yield Problem("attention_sinks", True, rule, (False,), others)
         yield from self._rotary_problems()
         if small:
             return
         yield from self._expert_problems()
+        yield from self._latent_problems()
+        if self.kv_rank is not None:
+            return
         if self.head_size is None and self.width % self.num_heads:
             yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
         elif self.positions == "rotary" and self.head_width % 2:
@@ -182,17 +222,48 @@ class GPTConfig(validation.Validated):
             others = {"rope_high_freq_factor": high}
             yield Problem("rope_low_freq_factor", low, rule, (), others)
         yield from validation.without_effect(
-            self, "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"
-        )
+            self, "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor",
+            "rope_ramp", "rope_mscale",
+        )  # fmt: skip
+
+    def _latent_problems(self) -> Iterator[Problem]:
+        yield from validation.without_effect(self, "kv_rank", *_LATENT)
+        if self.kv_rank is None:
+            return
+        given = {"kv_rank": self.kv_rank}
+        for name in ("rotary_size", "value_size"):
+            if getattr(self, name) is None:
+                yield Problem(name, None, "must be given with $kv_rank", (), given)
+        if self.kv_heads != self.num_heads:
+            rule, others = "must be $num_heads with $kv_rank", {"num_heads": self.num_heads}
+            near = (self.num_heads,)
+            yield Problem("num_kv_heads", self.kv_heads, rule, near, others | given)
+        for name in ("qk_norm", "bias", "qkv_bias", "query_scalar", "positions"):
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default:
+                yield Problem(name, value, "does not go with $kv_rank", (default,), given)
+        if self.rotary_size is None or self.value_size is None:
+            return
+        if self.rotary_size % 2:
+            size = self.rotary_size
+            even = [n for n in (size - 1, size + 1) if n]
+            yield Problem("rotary_size", size, "must be even", even)
+        if self.value_size > self.score_width:
+            rule = "must be at most $head_size + $rotary_size"
+            others = {"head_size": self.head_width, "rotary_size": self.rotary_size}
+            yield Problem("value_size", self.value_size, rule, (self.score_width,), others)
 
     def _expert_problems(self) -> Iterator[Problem]:
-        of_experts = (*_EXPERT_COUNTS[1:], "shared_gate", "router", "normalized_scores")
+        of_experts = (
+            *_EXPERT_COUNTS[1:], "shared_gate", "router", "normalized_scores", "expert_bias",
+            "dense_layers", "score_factor", "bias_speed",
+        )  # fmt: skip
         yield from validation.without_effect(
             self, "num_experts", *of_experts, "capacity_factor", "balance_loss", "z_loss",
             "device_capacity_factor",
         )  # fmt: skip
         yield from validation.without_effect(self, "shared_width", "shared_gate")
-        yield from validation.negative(self, "balance_loss", "z_loss")
+        yield from validation.negative(self, "balance_loss", "z_loss", "bias_speed")
         if self.num_experts is None:
             return
         if None not in (self.capacity_factor, self.device_capacity_factor):
@@ -200,10 +271,23 @@ class GPTConfig(validation.Validated):
             others = {"capacity_factor": self.capacity_factor}
             factor = self.device_capacity_factor
             yield Problem("device_capacity_factor", factor, rule, (None,), others)
-        for name, most in (("experts_per_token", "num_experts"), ("expert_every", "num_layers")):
+        pairs = [("experts_per_token", "num_experts"), ("expert_every", "num_layers")]
+        pairs.append(("groups_per_token", "expert_groups"))
+        if self.dense_layers is not None:
+            pairs.append(("dense_layers", "num_layers"))
+        for name, most in pairs:
             value, limit = getattr(self, name), getattr(self, most)
             if value > limit:
                 yield Problem(name, value, f"must be at most ${most}", (limit,), {most: limit})
+        if self.num_experts % self.expert_groups:
+            yield validation.not_a_divisor(
+                "expert_groups", self.expert_groups, "num_experts", self.num_experts
+            )
+        choice = self.groups_per_token * (self.num_experts // self.expert_groups)
+        if self.experts_per_token > choice:
+            rule = "must be at most the experts of $groups_per_token groups"
+            others = {"groups_per_token": self.groups_per_token}
+            yield Problem("experts_per_token", self.experts_per_token, rule, (choice,), others)
 
     @property
     def kv_heads(self) -> int:
@@ -212,6 +296,22 @@ class GPTConfig(validation.Validated):
     @property
     def head_width(self) -> int:
         return self.width // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def rotated_width(self) -> int:
+        """Numbers of a query or key head that are rotated."""
+        return self.head_width if self.rotary_size is None else self.rotary_size
+
+    @property
+    def score_width(self) -> int:
+        """Width of a query or key head."""
+        return self.head_width + (self.rotary_size or 0)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor by which scores are multiplied before the softmax."""
+        stretched = 1 + 0.1 * self.rope_mscale * math.log(self.rope_factor)
+        return stretched**2 / math.sqrt(self.query_scalar or self.score_width)
 
     @property
     def hidden_width(self) -> int:
@@ -265,7 +365,9 @@ class GPTConfig(validation.Validated):
         return len(set(self.layer_kinds)) == 1
 
     def _has_experts(self, number: int) -> bool:
-        return self.num_experts is not None and number % self.expert_every == 0
+        if self.num_experts is None or number <= (self.dense_layers or 0):
+            return False
+        return number % self.expert_every == 0
 
     def _is_local(self, number: int) -> bool:
         every = self.global_every

@@ -26,11 +26,14 @@ from models.hugging_face_fields import Fields, TokenIds, token_id_fields
 from models.hugging_face_files import (
     CONFIG,
     WEIGHTS,
+    Part,
     Tensor,
+    apart,
     find_tensors,
     library,
     read_json,
     replace_model,
+    together,
 )
 
 PyTree = Any
@@ -47,6 +50,8 @@ LEAVES = {
 """The library's names for a module's parameters and statistics; our tables are modules there."""
 
 
+COUNTS = "counts"
+"""States by this name are 0 between steps, and not kept."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -56,7 +61,8 @@ class Checkpoint(NamedTuple):
     Attributes:
       config: its shape.
       params: canonical parameters, float32 numpy arrays.
-      state: running statistics for a ResNet, None for the others.
+      state: states of the layers: running statistics of a ResNet, biases that balance the use of
+        experts; None for others.
       token_ids: the tokens that begin and end a text and fill it up, for `save`.
     """
 
@@ -94,7 +100,7 @@ class Folder:
                 "can be read."
             )
         family = self._family = FAMILIES[name]
-        tensors = find_tensors(folder)
+        tensors = [part for t in find_tensors(folder) for part in apart(t, family.joined)]
         self._tensors = {_current_name(tensor.name, family): tensor for tensor in tensors}
         try:
             self.config = family.read(fields, set(self._tensors))
@@ -105,7 +111,8 @@ class Folder:
         self._names = _names(family, self.config)
         _check_tensors(folder, self._names, self._tensors, family)
         self._leaves = jax.tree_util.tree_map_with_path(
-            lambda path, _: functools.partial(self._leaf, path), _shapes(family, self.config)
+            lambda path, shape: functools.partial(self._leaf, path, shape),
+            _shapes(family, self.config),
         )
 
     def read(self, part: str, *number: int) -> PyTree:
@@ -120,11 +127,13 @@ class Folder:
         return {part: self.read(part) for part in self._leaves["params"]}
 
     def read_state(self) -> PyTree:
-        """Reads the running statistics of a ResNet; None for the others."""
+        """Reads the states of layers; None for a model without."""
         leaves = self._leaves.get("state", {}).get("layers")
         return jax.tree.map(lambda leaf: leaf(), leaves)
 
-    def _leaf(self, path: Any, *number: int) -> np.ndarray:
+    def _leaf(self, path: Any, shape: jax.ShapeDtypeStruct, *number: int) -> np.ndarray:
+        if path[-1].key == COUNTS:
+            return np.zeros(shape.shape, np.float32)
         names = self._names[_path(path)]
         layers = [names.layers[n] for n in number or range(len(names.layers))]
         arrays = [
@@ -163,21 +172,21 @@ def save(
       config: the model's shape. A GPT must be of one of `FAMILIES`. A ResNet
         must have style "imagenet" and norm "batch".
       params: canonical parameters.
-      state: a ResNet's running statistics.
+      state: states of the layers, for models that keep any.
       token_ids: token ids of the tokenizer, or of the model that was loaded. None writes that there
         are none; the library would otherwise take those of the family's original model.
 
     Raises:
       ValueError: a config that no family of the library has, parameters that are not the config's,
-        a ResNet without state, token ids outside the vocabulary, or a folder that holds an adapter,
-        with which the library would read another model.
+        a model that keeps states without them, token ids outside the vocabulary, or a folder that
+        holds an adapter, with which the library would read another model.
     """
     fitting = [(name, family) for name, family in FAMILIES.items() if family.holds(config)]
     if not fitting:
         raise ValueError(f"{config} is none of {', '.join(FAMILIES)} in the transformers library.")
     ((model_type, family),) = fitting
     if family.init_state is not None and state is None:
-        raise ValueError(f"A {model_type} has running statistics: pass state.")
+        raise ValueError(f"The layers of a {model_type} keep states: pass state.")
     folder = Path(folder)
     if (folder / ADAPTER).exists():
         raise ValueError(
@@ -202,6 +211,8 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
     """Lists the model's arrays under the library's names."""
     names, tensors = _names(family, config), dict[str, np.ndarray]()
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
+        if path[-1].key == COUNTS:
+            continue
         theirs, array = names[_path(path)], np.asarray(value)
         layers = array if theirs.stacked else [array]
         for layer, layer_names in zip(layers, theirs.layers, strict=True):
@@ -210,6 +221,7 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
                 family.prefix + name: np.ascontiguousarray(part, np.float32)
                 for name, part in zip(layer_names, split, strict=True)
             }
+    tensors = together(tensors, family.joined)
     # BatchNorm there also counts batches; nothing uses the count, but reading warns without it.
     return tensors | {
         name.replace("running_mean", "num_batches_tracked"): np.zeros((), np.int64)
@@ -237,6 +249,8 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
     modules = family.modules(config)
     names = {}
     for path, shape in jax.tree_util.tree_leaves_with_path(_shapes(family, config)):
+        if path[-1].key == COUNTS:
+            continue
         _, *keys = _path(path).split("/")
         numbers: list[int] | None = None
         if (match := _find(modules, keys)) is None:  # a layer of several kinds, all named alike
@@ -317,7 +331,7 @@ def _split(
 
 
 def _check_tensors(
-    folder: Path, names: dict[str, _Names], tensors: dict[str, Tensor], family: Family
+    folder: Path, names: dict[str, _Names], tensors: dict[str, Tensor | Part], family: Family
 ) -> None:
     """Raises ValueError with every problem, before any tensor is used."""
     wanted = {

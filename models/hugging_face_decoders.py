@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from models import gpt
+from models import gpt, hugging_face_rope
 from models.gpt_config import GPTConfig
 from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds
@@ -28,10 +28,6 @@ _COMMON = {
     "tied": "tie_word_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
-_ROPE = (
-    "rope_theta", "rope_factor", "rope_original_length", "rope_low_freq_factor",
-    "rope_high_freq_factor",
-)  # fmt: skip
 _RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
 """Properties with the values that None stands for."""
 _OF_TRAINING = {"dropout", "dtype", "z_loss"}
@@ -39,7 +35,7 @@ _OF_TRAINING = {"dropout", "dtype", "z_loss"}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decoder:
+class Decoder:
     """One architecture.
 
     Args:
@@ -67,13 +63,17 @@ class _Decoder:
         """Says whether a config of ours is of this family."""
         if not isinstance(config, GPTConfig):
             return False
-        free = {*_COMMON, *_ROPE, *self.fields, *_OF_TRAINING}
+        free = {*_COMMON, *hugging_face_rope.OURS, *self.fields, *_OF_TRAINING}
         free |= {"global_every"} if self.alternates else set()
         free |= {"local_rope_theta"} if self.two_thetas else set()
-        return all(getattr(config, name) is not None for name in self.needed) and all(
-            getattr(config, field.name) == self.fixed.get(field.name, field.default)
-            for field in dataclasses.fields(config)
-            if field.name not in free
+        return (
+            all(getattr(config, name) is not None for name in self.needed)
+            and hugging_face_rope.holds(config, two_thetas=self.two_thetas)
+            and all(
+                getattr(config, field.name) == self.fixed.get(field.name, field.default)
+                for field in dataclasses.fields(config)
+                if field.name not in free
+            )
         )
 
     def read(self, fields: Fields, names: set[str]) -> GPTConfig:
@@ -82,9 +82,8 @@ class _Decoder:
         fields = fields.completed(**self.defaults)
         if "num_experts" in self.fields:  # some versions write this name for all families
             fields = fields.completed(num_experts=fields.get("num_local_experts", None))
-        rope, scaling, kind = _rope_parts(fields)
-        fields.extended(rope_type=kind).require(
-            **self.required, rope_type=("default", "linear", "llama3")
+        fields.extended(rope_type=hugging_face_rope.parts(fields).kind).require(
+            **self.required, rope_type=hugging_face_rope.KINDS
         )
         kinds = typing.get_type_hints(GPTConfig)
         values = {
@@ -100,13 +99,7 @@ class _Decoder:
             values["local_rope_theta"] = local.number(
                 "rope_theta", fields.number("rope_local_base_freq")
             )
-        values["rope_theta"] = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
-        if kind != "default":
-            values["rope_factor"] = scaling.number("factor")
-        if kind == "llama3":
-            values["rope_original_length"] = scaling.size("original_max_position_embeddings")
-            for name in ("low_freq_factor", "high_freq_factor"):
-                values[f"rope_{name}"] = scaling.number(name)
+        values |= hugging_face_rope.read(fields, latent="kv_rank" in self.fields)
         return GPTConfig(**values, **self.fixed)
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
@@ -119,30 +112,8 @@ class _Decoder:
         if self.alternates:
             written["layer_types"] = [_LAYER_TYPES[kind.is_local] for kind in config.layer_kinds]
         required = {name: values[0] for name, values in self.required.items()}
-        return {"architectures": [self.name], **written, **required, **self._rope(config)}
-
-    def _rope(self, config: GPTConfig) -> dict[str, Any]:
-        """Makes rotary fields, as versions before and since 5 read them."""
-        scaling: dict[str, Any] = {"rope_type": "default"}
-        if config.rope_factor != 1:
-            scaling = {"rope_type": "linear", "factor": config.rope_factor}
-        if config.rope_original_length is not None:
-            scaling |= {
-                "rope_type": "llama3",
-                "original_max_position_embeddings": config.rope_original_length,
-                "low_freq_factor": config.rope_low_freq_factor,
-                "high_freq_factor": config.rope_high_freq_factor,
-            }
-        theta = {"rope_theta": config.rope_theta}
-        older = {**theta, "rope_scaling": None if config.rope_factor == 1 else scaling}
-        if not self.two_thetas:
-            return {**older, "rope_parameters": {**scaling, **theta}}
-        local = config.local_rope_theta or config.rope_theta
-        parts = {
-            "full_attention": {**scaling, **theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        }
-        return {**older, "rope_local_base_freq": local, "rope_parameters": parts}
+        rope = hugging_face_rope.write(config, two_thetas=self.two_thetas)
+        return {"architectures": [self.name], **written, **required, **rope}
 
 
 _LAYER_TYPES = {False: "full_attention", True: "sliding_attention"}
@@ -167,17 +138,6 @@ def _value(fields: Fields, theirs: str | tuple[str, ...], kind: Any, *, needed: 
     return fields.number(name) if float in (kind, *typing.get_args(kind)) else fields.size(name)
 
 
-def _rope_parts(fields: Fields) -> tuple[Fields, Fields, Any]:
-    """Finds the rotary fields of global layers, those of the stretching, and its kind."""
-    rope = fields.part("rope_parameters")
-    if rope.get("full_attention", None) is not None:
-        rope = rope.part("full_attention")
-    if fields.get("rope_scaling", None) is None:
-        return rope, rope, rope.get("rope_type", "default")
-    older = fields.part("rope_scaling")
-    return rope, older, older.get("type" if older.get("rope_type", None) is None else "rope_type")
-
-
 def _global_every(fields: Fields, num_layers: int, default: int) -> int | None:
     """Finds the number of layers from one global layer to the next."""
     types = fields.get("layer_types", None)
@@ -190,8 +150,8 @@ def _global_every(fields: Fields, num_layers: int, default: int) -> int | None:
     return every
 
 
-_Modules = dict[str, str | tuple[str, ...]]
-_LLAMA: _Modules = {
+Modules = dict[str, str | tuple[str, ...]]
+LLAMA: Modules = {
     "attention_norm": "input_layernorm",
     "attention/qkv": tuple(f"self_attn.{name}_proj" for name in "qkv"),
     "attention/out": "self_attn.o_proj",
@@ -201,24 +161,24 @@ _LLAMA: _Modules = {
     "mlp/down": "mlp.down_proj",
 }
 """Modules of a layer."""
-_QK_NORMS: _Modules = {
+_QK_NORMS: Modules = {
     "attention/query_norm": "self_attn.q_norm",
     "attention/key_norm": "self_attn.k_norm",
 }
-_FOUR_NORMS: _Modules = {
+_FOUR_NORMS: Modules = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 
 
-_MIXTRAL: _Modules = {
+_MIXTRAL: Modules = {
     "mlp/router": "block_sparse_moe.gate",
     "mlp/experts/up": "block_sparse_moe.experts.{}.w3",
     "mlp/experts/gate": "block_sparse_moe.experts.{}.w1",
     "mlp/experts/down": "block_sparse_moe.experts.{}.w2",
 }
-_QWEN_MOE: _Modules = {
+_QWEN_MOE: Modules = {
     "mlp/router": "mlp.gate",
     "mlp/experts/up": "mlp.experts.{}.up_proj",
     "mlp/experts/gate": "mlp.experts.{}.gate_proj",
@@ -228,15 +188,22 @@ _QWEN_MOE: _Modules = {
     "mlp/shared/down": "mlp.shared_expert.down_proj",
     "mlp/shared_gate": "mlp.shared_expert_gate",
 }
+_GPT_OSS: Modules = {
+    "attention/sinks": "self_attn.sinks",
+    "mlp/router": "mlp.router",
+    **{f"mlp/experts/{name}": f"mlp.experts.{name}" for name in ("up", "gate", "down")},
+}
+_GPT_OSS_JOINED = (
+    (".self_attn.sinks", (".self_attn.sinks.weight",)),
+    (".mlp.experts.gate_up_proj", (".mlp.experts.gate.weight", ".mlp.experts.up.weight")),
+    (".mlp.experts.gate_up_proj_bias", (".mlp.experts.gate.bias", ".mlp.experts.up.bias")),
+    (".mlp.experts.down_proj", (".mlp.experts.down.weight",)),
+    (".mlp.experts.down_proj_bias", (".mlp.experts.down.bias",)),
+)
 
 
-def _family(
-    decoder: _Decoder,
-    modules: _Modules,
-    *,
-    token_ids: TokenIds,
-    norms_from_zero: bool = False,
-) -> Family:
+def family(decoder: Decoder, modules: Modules, **options: Any) -> Family:
+    """Makes a family whose layers have these modules; ``options`` are further fields of it."""
     of_layer = {
         f"layers/{ours}": tuple(f"model.layers.{{}}.{name}" for name in _names(theirs))
         for ours, theirs in modules.items()
@@ -248,13 +215,12 @@ def _family(
         write=decoder.write,
         modules=lambda config: {**outer, "head/table": "lm_head", **of_layer},
         init=gpt.init,
-        norms_from_zero=norms_from_zero,
         unread=(".rotary_emb.inv_freq", "lm_head.weight"),
-        token_ids=token_ids,
+        **options,
     )
 
 
-_SILU = {"hidden_act": ("silu",)}
+SILU = {"hidden_act": ("silu",)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _EXPERTS = {
     "experts_per_token": "num_experts_per_tok",
@@ -267,7 +233,7 @@ _QWEN_EXPERTS = _EXPERTS | {
     "normalized_scores": "norm_topk_prob",
 }
 _QWEN_MOE_REQUIRED: dict[str, tuple[Any, ...]]
-_QWEN_MOE_REQUIRED = {**_SILU, **_NO_WINDOW, "mlp_only_layers": ([], None)}
+_QWEN_MOE_REQUIRED = {**SILU, **_NO_WINDOW, "mlp_only_layers": ([], None)}
 _QWEN_MOE_DEFAULTS = {"decoder_sparse_step": 1, "router_aux_loss_coef": 0.001}
 _GEMMA = {
     "activation": "geglu",
@@ -288,32 +254,32 @@ _GEMMA_REQUIRED = {
 _GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 
 DECODERS = {
-    "llama": _family(
-        _Decoder(
+    "llama": family(
+        Decoder(
             "LlamaForCausalLM",
             fields={"bias": ("attention_bias", "mlp_bias")},
-            required=_SILU,
+            required=SILU,
         ),
-        _LLAMA,
+        LLAMA,
         token_ids=TokenIds(1, 2),
     ),
-    "qwen2": _family(
-        _Decoder("Qwen2ForCausalLM", fixed={"qkv_bias": True}, required=_SILU | _NO_WINDOW),
-        _LLAMA,
+    "qwen2": family(
+        Decoder("Qwen2ForCausalLM", fixed={"qkv_bias": True}, required=SILU | _NO_WINDOW),
+        LLAMA,
         token_ids=TokenIds(),
     ),
-    "qwen3": _family(
-        _Decoder(
+    "qwen3": family(
+        Decoder(
             "Qwen3ForCausalLM",
             fixed={"qk_norm": True},
-            required=_SILU | _NO_WINDOW | {"attention_bias": (False,)},
+            required=SILU | _NO_WINDOW | {"attention_bias": (False,)},
             defaults={"head_dim": 128},
         ),
-        _LLAMA | _QK_NORMS,
+        LLAMA | _QK_NORMS,
         token_ids=TokenIds(),
     ),
-    "gemma2": _family(
-        _Decoder(
+    "gemma2": family(
+        Decoder(
             "Gemma2ForCausalLM",
             fixed=_GEMMA,
             fields=_GEMMA_FIELDS,
@@ -324,12 +290,12 @@ DECODERS = {
             | {"sliding_window": 4096},
             alternates=2,
         ),
-        _LLAMA | _FOUR_NORMS,
+        LLAMA | _FOUR_NORMS,
         token_ids=TokenIds(2, 1, 0),
         norms_from_zero=True,
     ),
-    "gemma3_text": _family(
-        _Decoder(
+    "gemma3_text": family(
+        Decoder(
             "Gemma3ForCausalLM",
             fixed=_GEMMA | {"qk_norm": True},
             fields=_GEMMA_FIELDS,
@@ -340,23 +306,23 @@ DECODERS = {
             alternates=6,
             two_thetas=True,
         ),
-        _LLAMA | _FOUR_NORMS | _QK_NORMS,
+        LLAMA | _FOUR_NORMS | _QK_NORMS,
         token_ids=TokenIds(2, 1, 0),
         norms_from_zero=True,
     ),
-    "mixtral": _family(
-        _Decoder(
+    "mixtral": family(
+        Decoder(
             "MixtralForCausalLM",
             fields=_EXPERTS | {"num_experts": "num_local_experts", "window": "sliding_window"},
             needed=("num_experts",),
-            required=_SILU | {"router_jitter_noise": (0.0,)},
+            required=SILU | {"router_jitter_noise": (0.0,)},
             defaults={"rope_theta": 1e6, "router_aux_loss_coef": 0.001},
         ),
-        _LLAMA | _MIXTRAL,
+        LLAMA | _MIXTRAL,
         token_ids=TokenIds(1, 2),
     ),
-    "qwen2_moe": _family(
-        _Decoder(
+    "qwen2_moe": family(
+        Decoder(
             "Qwen2MoeForCausalLM",
             fixed={"qkv_bias": True, "shared_gate": True},
             fields=_QWEN_EXPERTS | {"shared_width": "shared_expert_intermediate_size"},
@@ -364,11 +330,11 @@ DECODERS = {
             required=_QWEN_MOE_REQUIRED | {"qkv_bias": (True,)},
             defaults=_QWEN_MOE_DEFAULTS,
         ),
-        _LLAMA | _QWEN_MOE,
+        LLAMA | _QWEN_MOE,
         token_ids=TokenIds(),
     ),
-    "qwen3_moe": _family(
-        _Decoder(
+    "qwen3_moe": family(
+        Decoder(
             "Qwen3MoeForCausalLM",
             fixed={"qk_norm": True},
             fields=_QWEN_EXPERTS,
@@ -376,8 +342,25 @@ DECODERS = {
             required=_QWEN_MOE_REQUIRED | {"attention_bias": (False,)},
             defaults=_QWEN_MOE_DEFAULTS,
         ),
-        _LLAMA | _QK_NORMS | _QWEN_MOE,
+        LLAMA | _QK_NORMS | _QWEN_MOE,
         token_ids=TokenIds(),
+    ),
+    "gpt_oss": family(
+        Decoder(
+            "GptOssForCausalLM",
+            fixed={"activation": "clamped_swiglu", "attention_sinks": True, "bias": True}
+            | {"expert_bias": True},
+            fields=_EXPERTS | {"num_experts": "num_local_experts", "window": "sliding_window"},
+            needed=("num_experts", "window"),
+            required=SILU
+            | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+            defaults={"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0}
+            | {"router_aux_loss_coef": 0.001},
+            alternates=2,
+        ),
+        LLAMA | _GPT_OSS,
+        token_ids=TokenIds(),
+        joined=_GPT_OSS_JOINED,
     ),
 }
 """The families by their ``model_type``."""

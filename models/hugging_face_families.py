@@ -8,6 +8,7 @@ from models import bert, gpt, resnet
 from models.bert import BERTConfig
 from models.gpt import GPTConfig
 from models.hugging_face_decoders import DECODERS
+from models.hugging_face_deepseek import DEEPSEEK
 from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds
 from models.resnet import ResNetConfig
@@ -210,6 +211,7 @@ FAMILIES = {
         token_ids=TokenIds(50256, 50256),
     ),
     **DECODERS,
+    "deepseek_v3": DEEPSEEK,
     "bert": Family(
         holds=lambda config: isinstance(config, BERTConfig),
         read=_read_bert,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from models.hugging_face_fields import Fields, TokenIds
+from models.hugging_face_files import Joined
 
 PyTree = Any
 
@@ -26,9 +27,11 @@ class Family:
         dimension, experts along a new first one. Layers that differ but are named alike need no
         number in our path.
       init: makes parameters, from which their shapes are taken.
-      init_state: makes running statistics, for the same purpose; None without any.
+      init_state: makes states of the layers, for the same purpose; None without any.
       prefix: prefix of their names, in files that hold a head beside the bare model.
       kernels_as_ours: whether kernels are stored as [in, out] there as well.
+      joined: endings of tensors whose last dimension holds the numbers of several in turn, or that
+        are named otherwise than a module's, and the endings of those: `hugging_face_files.apart`.
       norms_from_zero: whether scales of norms are stored as their difference from 1.
       unread: endings of further names that files may hold: buffers, and copies of tied tables.
       token_ids: ids of the library where ``config.json`` has none; None for a model without tokens.
@@ -42,6 +45,7 @@ class Family:
     init_state: Callable[[Any], PyTree] | None = None
     prefix: str = ""
     kernels_as_ours: bool = False
+    joined: Joined = ()
     norms_from_zero: bool = False
     unread: tuple[str, ...] = ()
     token_ids: TokenIds | None = None

@@ -55,6 +55,67 @@ class Tensor(NamedTuple):
         return values
 
 
+Joined = tuple[tuple[str, tuple[str, ...]], ...]
+"""Endings of tensors, each with those of the parts that it holds."""
+
+
+class Part(NamedTuple):
+    """Every ``step``-th column of a tensor from ``first`` on, under a name of its own.
+
+    Matrices of experts, [experts, in, out], are read as [out, in, experts], like a convolution's.
+    """
+
+    tensor: Tensor
+    name: str
+    first: int
+    step: int
+
+    @property
+    def file(self) -> Path:
+        return self.tensor.file
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *dims, columns = self.tensor.shape
+        shape = *dims, len(range(self.first, columns, self.step))
+        return shape[::-1] if len(shape) == 3 else shape
+
+    def read(self) -> np.ndarray:
+        """Reads the numbers."""
+        return _turned(self.tensor.read()[..., self.first :: self.step])
+
+
+def _turned(values: np.ndarray) -> np.ndarray:
+    return values.T if values.ndim == 3 else values
+
+
+def apart(tensor: Tensor, joined: Joined) -> list[Tensor | Part]:
+    """Lists the parts of a tensor, by the endings of its name and of theirs; itself if none fits.
+
+    A tensor without dimensions, or with less columns than parts, is damaged, and stays whole.
+    """
+    for ending, names in joined:
+        if tensor.name.endswith(ending) and tensor.shape and tensor.shape[-1] >= len(names):
+            stem = tensor.name.removesuffix(ending)
+            return [Part(tensor, stem + name, n, len(names)) for n, name in enumerate(names)]
+    return [tensor]
+
+
+def together(tensors: dict[str, np.ndarray], joined: Joined) -> dict[str, np.ndarray]:
+    """Undoes `apart`."""
+    tensors = dict(tensors)
+    for ending, names in joined:
+        for stem in [n.removesuffix(names[0]) for n in tensors if n.endswith(names[0])]:
+            parts = [_turned(tensors.pop(stem + name)) for name in names]
+            values = np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+            tensors[stem + ending] = np.ascontiguousarray(values)
+    return tensors
+
+
 def find_tensors(folder: Path) -> list[Tensor]:
     """Lists all tensors of a folder, without reading any."""
     # As in the library, one file comes before an index.

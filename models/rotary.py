@@ -14,24 +14,31 @@ from models.gpt_config import GPTConfig
 
 
 def frequencies(config: GPTConfig, *, is_local: bool = False) -> jax.Array:
-    """Computes the radians per token of each pair of a head's numbers, float32 [head width / 2].
+    """Computes the radians per token of each pair of a head's numbers, float32 [rotated width / 2].
 
-    Global layers stretch wavelengths by ``rope_factor``: all of them, or, as in Llama 3, only those
-    that fit a few times into ``rope_original_length``, with a linear transition by that number.
+    Layers without a base of their own stretch wavelengths by ``rope_factor``: all of them, or only
+    those that fit a few times into ``rope_original_length``, with a linear transition: by how often
+    they fit, as in Llama 3, or by their number (YaRN).
     """
-    theta = config.rope_theta
-    if is_local and config.local_rope_theta is not None:
-        theta = config.local_rope_theta
-    half = config.head_width // 2
+    own = config.local_rope_theta if is_local else None
+    theta = config.rope_theta if own is None else own
+    half = config.rotated_width // 2
     plain = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    if is_local or config.rope_factor == 1:
+    if own is not None or config.rope_factor == 1:
         return plain
     stretched = plain / config.rope_factor
     if config.rope_original_length is None:
         return stretched
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    fits = config.rope_original_length * plain / (2 * math.pi)
-    kept = jnp.clip((fits - low) / (high - low), 0, 1)
+    length = config.rope_original_length / (2 * math.pi)
+    if config.rope_ramp == "llama3":
+        kept = jnp.clip((length * plain - low) / (high - low), 0, 1)
+    else:
+        first, last = (half * math.log(length / fits, theta) for fits in (high, low))
+        if config.rope_ramp == "yarn_whole":
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        kept = 1 - jnp.clip((jnp.arange(half) - first) / max(last - first, 0.001), 0, 1)
     return (1 - kept) * stretched + kept * plain
 
 

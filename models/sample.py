@@ -22,6 +22,7 @@ def sample(
     temperature: float = 1.0,
     top_k: int | None = None,
     rng: jax.Array,
+    state: PyTree = None,
 ) -> jax.Array:
     """Continues prompts by sampling.
 
@@ -38,6 +39,7 @@ def sample(
       top_k: sample among the k likeliest tokens only; None among all, as does a k above the
         vocabulary's size.
       rng: one key; the same key gives the same tokens.
+      state: states of the layers, as of `models.gpt.logits`.
 
     Returns:
       int32 [rows, num_tokens], the new tokens.
@@ -59,11 +61,11 @@ def sample(
         failures.append(f"top_k={top_k} must be at least 1, or None for all. Nearest valid: 1.")
     if failures:
         raise ValueError("\n".join(failures))
-    return _sample(config, num_tokens, top_k, params, prompt, temperature, rng)
+    return _sample(config, num_tokens, top_k, params, prompt, temperature, rng, state)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _sample(config, num_tokens, top_k, params, prompt, temperature, rng):
+def _sample(config, num_tokens, top_k, params, prompt, temperature, rng, state):
     window = config.sequence_length
     seen = prompt[:, -window:]
     num_rows, num_seen = seen.shape
@@ -71,7 +73,7 @@ def _sample(config, num_tokens, top_k, params, prompt, temperature, rng):
 
     def step(carry, key):
         tokens, num_seen = carry
-        scores = gpt.logits(config, params, tokens)
+        scores = gpt.logits(config, params, tokens, state)
         last = jax.lax.dynamic_index_in_dim(scores, num_seen - 1, axis=1, keepdims=False)
         token = _draw(key, last, temperature, top_k).astype(jnp.int32)
         # A full window moves on by one token; causality hides the rest of an unfilled one.

@@ -109,7 +109,8 @@ def divides_heads(count: int, width: int, devices: int) -> bool:
     return not left and (columns % width == 0 or width % columns == 0)
 
 
-_COLUMNS, _ROWS = ("qkv", "query", "key", "value", "up", "gate"), ("out", "down")
+_COLUMNS = ("qkv", "query", "key", "value", "key_value", "up", "gate")
+_ROWS = ("out", "down")
 
 
 def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
@@ -123,6 +124,8 @@ def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
 
     def spec(path: tuple[Any, ...], _: Any) -> Any:
         owner, name = (getattr(entry, "key", None) for entry in path[-2:])
+        if name == "sinks":
+            return P(axis)
         if owner in _COLUMNS:
             columns = P(None, axis) if name == "kernel" else P(axis)
             return Joined(columns, qkv) if owner == "qkv" else columns

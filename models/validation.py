@@ -54,9 +54,9 @@ def without_effect(config: Any, needed: str, *names: str) -> Iterator[Problem]:
 
 
 def negative(config: Any, *names: str) -> Iterator[Problem]:
-    """Yields the fields among ``names`` that are below 0."""
+    """Yields the fields among ``names`` that are below 0; None passes."""
     for name in names:
-        if (value := getattr(config, name)) < 0:
+        if (value := getattr(config, name)) is not None and value < 0:
             yield Problem(name, value, "must not be negative", (0,))
 
 

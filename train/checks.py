@@ -99,6 +99,7 @@ def check(
         shared_axes,
         _schedule,
         _asynchronous,
+        _balanced,
         _alike,
         _compute_dtype,
         _update,
@@ -536,6 +537,27 @@ def _shared(config: Config, axis: str, field: str, count: int) -> Iterator[Failu
         f"{field}={count} is not divisible by {rule}. Nearest valid: {', or '.join(valid)}.",
         (*fields, f"mesh.{axis}"),
     )
+
+
+def _balanced(config: Config) -> Iterator[Failure]:
+    """Checks that biases of experts can be moved once per step by the counts of whole layers."""
+    if (speed := getattr(config.model, "bias_speed", None)) is None:
+        return
+    for axis in ("tensor", "context"):
+        if (devices := getattr(config.mesh, axis)) > 1:
+            yield Failure(
+                f"mesh.{axis}={devices} does not go with model.bias_speed={speed}: each device "
+                "would count the choices of its part of the tokens alone. Nearest valid: "
+                f"mesh.{axis}=1, or model.bias_speed=None.",
+                (f"mesh.{axis}", "model.bias_speed"),
+            )
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"model.bias_speed={speed} moves biases at the end of each step, and "
+            f"pipeline.schedule={config.pipeline.schedule} has steps without an end. Nearest "
+            "valid: model.bias_speed=None, or pipeline.schedule=1f1b.",
+            ("model.bias_speed", "pipeline.schedule"),
+        )
 
 
 def _asynchronous(config: Config) -> Iterator[Failure]:

@@ -361,11 +361,19 @@ class Setup:
             else:
                 value, params, optimizer, norm["grad_norm"] = self._step_with_norm(*given)
             values, layers = named(value, state.layers)
+            layers = self._end_step(layers)
             new, values = TrainState(params, optimizer, layers), values | norm
             return self._without_skipped(state, new, values)
 
         shardings = self.state_shardings, self.replicated
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+    def _end_step(self, layers):
+        """Lets the task end the step of placed states."""
+        if layers is None:
+            return None
+        ended = self.task.end_step(self.pipe.unplace_states(layers))
+        return layers if ended is None else self.pipe.place_states(ended)
 
     def _without_skipped(self, old, new, values):
         """Keeps the new state, or the old one if the step is skipped, and says which it is."""

@@ -126,6 +126,11 @@ class Task(abc.ABC):
         """Makes the initial states of the layers; None if they keep none."""
         return None
 
+    def end_step(self, states: tuple[PyTree, ...] | None) -> tuple[PyTree, ...] | None:
+        """Changes canonical states of the layers after a step; None if they stay as they are."""
+        del states
+        return None
+
     @abc.abstractmethod
     def load(self) -> tuple[Examples, Examples]:
         """Loads the examples to train on and the held-out ones.

@@ -62,6 +62,19 @@ DECODERS = {
         _PLAIN, qk_norm=True, head_size=12, num_experts=5, experts_per_token=2, expert_width=16,
         balance_loss=0.01,
     ),
+    "gpt_oss": dataclasses.replace(
+        _PLAIN, num_layers=4, head_size=12, activation="clamped_swiglu", bias=True,
+        attention_sinks=True, window=5, global_every=2, num_experts=4, experts_per_token=2,
+        expert_bias=True, balance_loss=0.01, rope_factor=8.0, rope_original_length=12,
+        rope_ramp="yarn", rope_mscale=1.0, rope_high_freq_factor=32.0,
+    ),
+    "deepseek_v3": dataclasses.replace(
+        _PLAIN, num_layers=3, num_kv_heads=4, head_size=6, kv_rank=10, query_rank=14, rotary_size=4,
+        value_size=8, dense_layers=1, num_experts=8, experts_per_token=3, expert_width=16,
+        shared_width=32, router="sigmoid", expert_groups=4, groups_per_token=2, score_factor=2.5,
+        bias_speed=0.001, rope_factor=4.0, rope_original_length=12, rope_ramp="yarn_whole",
+        rope_mscale=0.7, rope_high_freq_factor=3.0,
+    ),
 }  # fmt: skip
 """Models of decoder families, by ``model_type``."""
 _INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
@@ -70,19 +83,22 @@ _INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
 @functools.cache
 def _shapes(config):
     params = jax.eval_shape(lambda key: _INIT[type(config)](config, key), jax.random.key(0))
-    return params, resnet.init_state(config) if isinstance(config, ResNetConfig) else None
+    module = {GPTConfig: gpt, ResNetConfig: resnet}.get(type(config))
+    return params, None if module is None else module.init_state(config)
 
 
 def drawn(config, seed=1):
     """Parameters, and statistics of a ResNet, no two leaves of which are alike."""
     rng = np.random.default_rng(seed)
 
-    def leaf(x):
+    def leaf(path, x):
+        if path[-1].key == "counts":  # between steps
+            return np.zeros(x.shape, np.float32)
         # Positive, since some of them are variances, and of a matrix's usual size.
         size = 0.1 if len(x.shape) > 1 else 1.0
         return rng.uniform(0.5 * size, size, x.shape).astype(np.float32)
 
-    return jax.tree.map(leaf, _shapes(config))
+    return jax.tree_util.tree_map_with_path(leaf, _shapes(config))
 
 
 def randomise(torch_model, *, size=1.0):

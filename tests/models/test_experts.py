@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxpipe
 from models import experts, gpt
 from models.blocks import function_of
 from models.gpt import GPTConfig
+from models.sharing import WHOLE
 
 CONFIG = GPTConfig(
     vocab_size=19, sequence_length=6, num_layers=2, width=8, num_heads=2, num_experts=4,
@@ -33,21 +35,31 @@ def mixture_of(config, seed=0):
 def expected(config, params, x):
     """One token after another, and only the experts it is sent to."""
     params, y = jax.tree.map(np.asarray, params), []
-    gated = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[config.activation]
+    gated = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}.get(config.activation)
 
     def mlp(p, token, *expert):
         kernels = [p[name]["kernel"][expert] for name in ("gate", "up", "down")]
-        return (np.asarray(gated(token @ kernels[0])) * (token @ kernels[1])) @ kernels[2]
+        biases = (p[name].get("bias", np.zeros(()))[expert] for name in ("gate", "up", "down"))
+        if gated is not None:
+            return (np.asarray(gated(token @ kernels[0])) * (token @ kernels[1])) @ kernels[2]
+        gate, up, out = biases
+        gate, up = np.minimum(token @ kernels[0] + gate, 7), token @ kernels[1] + up
+        hidden = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+        return hidden @ kernels[2] + out
 
     for token in np.asarray(x).reshape(-1, config.width):
-        logits = token @ params["router"]["kernel"]
+        logits = token @ params["router"]["kernel"] + params["router"].get("bias", 0)
         sigmoid = config.router == "sigmoid"
         scores = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits) / np.exp(logits).sum()
-        chosen = np.argsort(-scores)[: config.experts_per_token]
+        likely = scores.reshape(config.expert_groups, -1)
+        best = np.argsort(np.sort(likely)[:, -2:].sum(axis=1))[-config.groups_per_token :]
+        allowed = np.isin(np.arange(len(scores)) // likely.shape[1], best)
+        chosen = np.argsort(np.where(allowed, -scores, np.inf))[: config.experts_per_token]
         weights = scores / scores[chosen].sum() if config.normalized_scores else scores
         shared = mlp(params["shared"], token)
         if config.shared_gate:
             shared = shared / (1 + np.exp(-token @ params["shared_gate"]["kernel"]))
+        weights = config.score_factor * weights
         y.append(shared + sum(weights[n] * mlp(params["experts"], token, n) for n in chosen))
     return np.stack(y).reshape(x.shape)
 
@@ -58,14 +70,17 @@ def expected(config, params, x):
         {},
         {"router": "sigmoid", "activation": "geglu"},
         {"normalized_scores": False, "shared_gate": True, "experts_per_token": 3},
+        {"activation": "clamped_swiglu", "expert_bias": True},
+        {"activation": "clamped_swiglu", "expert_bias": True, "capacity_factor": 4.0},
+        {"num_experts": 6, "expert_groups": 3, "groups_per_token": 2, "score_factor": 2.5},
     ],
-    ids=["softmax", "sigmoid", "shared-gate"],
+    ids=["softmax", "sigmoid", "shared-gate", "bias", "bias-capacity", "groups"],
 )
 def test_every_token_gets_the_weighted_sum_of_its_experts(options):
     config = dataclasses.replace(CONFIG, **options)
     apply, params, x = mixture_of(config)
     y, loss = apply(params, x)
-    assert loss is None
+    assert loss is None or float(loss[1]["dropped"]) == 0
     np.testing.assert_allclose(y, expected(config, params, x), rtol=1e-4, atol=1e-5)
 
 
@@ -86,6 +101,30 @@ def test_balance_is_least_if_all_experts_are_used_alike():
     even, one = jnp.full(4, 0.25), jnp.eye(4)[0]
     assert experts.balance_loss(even, 2 * even) == 2
     assert experts.balance_loss(one, one) == 4
+
+
+def test_a_bias_decides_who_is_chosen_and_not_how_much():
+    """Also that counts are added up, and that the trainer's step ends with a move to equal use."""
+    config = dataclasses.replace(CONFIG, router="sigmoid", bias_speed=0.125)
+    layers = gpt.init(config, jax.random.key(0))["layers"]
+    router = jax.tree.map(lambda w: w[0], layers)["mlp"]["router"]
+    state = jax.tree.map(jnp.copy, gpt.init_state(config)[0])
+    selection = state["mlp"]["router"]["selection"]
+    apply, _, _ = jaxpipe.nnx.stateful(experts.Router(config, WHOLE, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (16, config.width))
+    given = {"selection": selection | {"bias": jnp.array([0.0, 0.0, 9.0, 5.0])}}
+    for _ in range(2):
+        routing, given = apply(router, given, x)
+    assert given["selection"]["counts"].tolist() == [0, 0, 32, 32]
+    assert given["selection"]["bias"].tolist() == [0, 0, 9, 5]
+    assert np.all(routing.chosen == np.array([2, 3]))
+    scores = jax.nn.sigmoid(x @ router["kernel"])[:, 2:]
+    scores /= scores.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(routing.scores, scores, rtol=1e-5)
+    before = ({"mlp": {"router": given}}, state)
+    after = [layer["mlp"]["router"]["selection"] for layer in gpt.end_step(config, before)]
+    assert [layer["counts"].tolist() for layer in after] == [[0] * 4] * 2
+    assert [layer["bias"].tolist() for layer in after] == [[0.125, 0.125, 8.875, 4.875], [0] * 4]
 
 
 def test_idle_experts_get_no_gradient_and_layers_between_have_none():
@@ -134,5 +173,9 @@ def test_options_that_do_not_fit_are_named():
     assert "experts_per_token=5 must be at most num_experts=4.\nNearest valid: 4." in text
     assert "expert_every=3 must be at most num_layers=2." in text
     assert "balance_loss=-1.0 must not be negative." in text
+    with pytest.raises(ValueError, match="expert_groups=3 must divide num_experts=4"):
+        dataclasses.replace(CONFIG, expert_groups=3)
+    with pytest.raises(ValueError, match="experts_per_token=2 must be at most the experts of gr"):
+        dataclasses.replace(CONFIG, expert_groups=4)
     with pytest.raises(ValueError, match="expert_width=6 has no effect without num_experts"):
         dataclasses.replace(CONFIG, num_experts=None)

@@ -142,6 +142,22 @@ def test_the_first_loss_is_a_uniform_guess_and_dropout_depends_on_the_key_alone(
             ],
         ),
         (lambda: dataclasses.replace(GPT, head_size=3), ["head_size=3 is odd", "valid: 2, 4."]),
+        (
+            lambda: dataclasses.replace(
+                GPT, kv_rank=4, rotary_size=3, value_size=9, qk_norm=True, attention_sinks=True
+            ),
+            [
+                "num_kv_heads=2 must be num_heads=4 with kv_rank=4.\nNearest valid: 4.",
+                "qk_norm=True does not go with kv_rank=4.\nNearest valid: False.",
+                "rotary_size=3 must be even.\nNearest valid: 2, 4.",
+                "value_size=9 must be at most head_size=4 + rotary_size=3.\nNearest valid: 7.",
+                "attention_sinks=True does not go with kv_rank=4.\nNearest valid: False.",
+            ],
+        ),
+        (
+            lambda: dataclasses.replace(GPT, value_size=4, rope_mscale=1.0),
+            ["value_size=4 has no effect without kv_rank.", "rope_mscale=1.0 has no effect"],
+        ),
         (lambda: dataclasses.replace(GPT, width=12), ["heads of 3", "Nearest valid: 8, 16."]),
         (lambda: dataclasses.replace(GPT, num_layers=0), ["num_layers=0 must be at least 1"]),
         (

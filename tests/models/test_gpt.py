@@ -12,6 +12,7 @@ import pytest
 import jaxpipe
 from jaxpipe.runtime.layers.split import split_layer
 from models import blocks, gpt, rotary
+from models.attention import causal_attention
 from models.gpt import GPTConfig
 
 TINY = GPTConfig(
@@ -155,8 +156,40 @@ def test_stretched_wavelengths():
     assert {*(fits > 4).tolist()} == {*(fits < 1).tolist()} == {True, False}
     np.testing.assert_allclose(some[fits > 4], kept[fits > 4], rtol=1e-6)
     np.testing.assert_allclose(some[fits < 1], every[fits < 1], rtol=1e-6)
+    local = dataclasses.replace(stretched, window=4, local_rope_theta=100.0)
+    apart = rotary.frequencies(dataclasses.replace(plain, rope_theta=100.0))
+    np.testing.assert_array_equal(rotary.frequencies(local, is_local=True), apart)
     between = (fits >= 1) & (fits <= 4)
     assert np.all((some[between] > every[between]) & (some[between] < kept[between]))
+
+
+def test_a_sink_takes_its_share_of_the_weights():
+    """The weights of a head are those of the softmax over its scores and one logit more."""
+    sinks = jnp.array([-2.0, 0.0, 1.0, 3.0])
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (2, 6, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True))
+
+    def found(q, k, v, sinks):
+        return causal_attention(q, k, v, scale=0.5, window=3, sinks_N=sinks)
+
+    def expected(q, k, v, sinks):
+        k, v = (jnp.repeat(w, 2, axis=2) for w in (k, v))
+        distance = jnp.arange(6)[:, None] - jnp.arange(6)
+        seen = (distance >= 0) & (distance < 3)
+        scores = jnp.where(seen, jnp.einsum("btnh,bsnh->bnts", q, k), -9e9)
+        last = jnp.broadcast_to(sinks[:, None, None], (2, 4, 6, 1))
+        weights = jax.nn.softmax(jnp.concatenate((scores / 2, last), axis=-1))[..., :-1]
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    def results(attention):
+        gradients = jax.grad(lambda *w: jnp.sum(attention(*w) ** 2), (0, 1, 2, 3))(q, k, v, sinks)
+        return attention(q, k, v, sinks), gradients
+
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6),
+        results(found),
+        results(expected),
+    )
 
 
 def test_residual_projections_start_smaller():

@@ -166,20 +166,20 @@ def test_theirs_is_read_and_ours_is_written(transformers, tmp_path, name):
     import torch
 
     config = DECODERS[name]
-    hugging_face.save(tmp_path / "empty", config, drawn(config)[0])
+    hugging_face.save(tmp_path / "empty", config, *drawn(config))
     # A model of theirs with the same config, but weights of its own.
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(tmp_path / "empty"), attn_implementation="eager"
     )
     randomise(theirs, size=8.0).save_pretrained(tmp_path / "theirs")
-    read, params, *_ = hugging_face.load(tmp_path / "theirs")
+    read, params, state, _ = hugging_face.load(tmp_path / "theirs")
     assert read == config
     shape = 3, config.sequence_length
     ids = np.random.default_rng(0).integers(0, config.vocab_size, shape)
-    ours = jax.jit(gpt.logits, static_argnums=0)(read, params, ids)
+    ours = jax.jit(gpt.logits, static_argnums=0)(read, params, ids, state)
     assert_equal_logits(ours, theirs(torch.tensor(ids)).logits)
 
-    hugging_face.save(tmp_path / "ours", read, params)
+    hugging_face.save(tmp_path / "ours", read, params, state)
     again, notes = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
     )
@@ -190,7 +190,11 @@ def test_theirs_is_read_and_ours_is_written(transformers, tmp_path, name):
         torch.tensor(ids[:, :6]), max_new_tokens=8, do_sample=False, pad_token_id=0
     )
     drawn_ids = sample(
-        read, params, ids[:, :6], num_tokens=8, temperature=0.0, rng=jax.random.key(0)
+        *(read, params, ids[:, :6]),
+        num_tokens=8,
+        temperature=0.0,
+        rng=jax.random.key(0),
+        state=state,
     )
     np.testing.assert_array_equal(drawn_ids, generated[:, 6:])
 
@@ -285,7 +289,7 @@ def test_folders_without_a_model_are_refused(tmp_path):
 def test_models_that_the_library_lacks_are_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"is none of gpt2, llama, .*, bert, resnet in"):
         hugging_face.save(tmp_path, dataclasses.replace(LLAMA, norm="layer"), {})
-    with pytest.raises(ValueError, match=r"has running statistics: pass state"):
+    with pytest.raises(ValueError, match=r"layers of a resnet keep states: pass state"):
         hugging_face.save(tmp_path, SMALL_RESNET, {})
 
 

@@ -19,7 +19,7 @@ from models import hugging_face
 from models.hugging_face_fields import TokenIds
 
 CONFIGS = {"gpt2": GPT2, "bert": BERT, "resnet": RESNET, **DECODERS}
-FEW = ("gpt2", "bert", "resnet", "llama", "gemma3_text", "qwen2_moe")
+FEW = ("gpt2", "bert", "resnet", "llama", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3")
 """Families that together have every field."""
 UNREAD = {"architectures", "dtype", "label2id", "rope_theta", "rope_local_base_freq"}
 UNREAD |= {"embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob"}
@@ -29,6 +29,7 @@ MAY_BE_ANYTHING = {"rope_parameters", "id2label"}
 MAY_BE_NULL = {"n_inner", "num_key_value_heads", "head_dim", "rope_scaling", "layer_types"}
 MAY_BE_NULL |= {"attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"}
 MAY_BE_NULL |= {"mlp_only_layers", "sliding_window"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12, "mscale": 0.7}
 EXPLAINED = r"must|only|gives|describes|of no use|lacks"
 
 
@@ -63,7 +64,18 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
         ("gpt2", "n_layer", 1.5, "has n_layer=1.5; it must be a whole number from 1 to 10000."),
         ("gpt2", "n_head", 0, "has n_head=0; it must be a whole number from 1 to 10000000."),
         ("llama", "hidden_act", "gelu", "hidden_act='gelu'; it can only be read with 'silu'"),
-        ("qwen3", "rope_parameters", {"rope_type": "yarn"}, "rope_type='yarn'"),
+        ("qwen3", "rope_parameters", {"rope_type": "longrope"}, "rope_type='longrope'"),
+        ("gpt_oss", "swiglu_limit", 5.0, "swiglu_limit=5.0; it can only be read with 7.0."),
+        ("gpt_oss", "rope_scaling", YARN | {"mscale": 0.5}, "mscale=0.5; it can only be read"),
+        (
+            "deepseek_v3",
+            "rope_scaling",
+            YARN | {"mscale_all_dim": 0.5},
+            "mscale=0.7; it can only be",
+        ),
+        ("deepseek_v3", "rope_interleave", False, "rope_interleave=False; it can only be read"),
+        ("deepseek_v3", "num_nextn_predict_layers", 1, "=1; it can only be read with 0."),
+        ("deepseek_v3", "topk_group", 5, "groups_per_token=5 must be at most expert_groups=4"),
         ("llama", "rms_norm_eps", [], "has rms_norm_eps=[]; it must be a number."),
         ("llama", "rope_parameters", 3, "has rope_parameters=3; it must be an object."),
         ("llama", "tie_word_embeddings", 0, "has tie_word_embeddings=0; it must be true or false."),

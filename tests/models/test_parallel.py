@@ -46,6 +46,17 @@ GEMMA = GPTConfig(
     scaled_embedding=True, attention_soft_cap=0.5, logit_soft_cap=0.5, window=3, global_every=2,
     local_rope_theta=100.0,
 )  # fmt: skip
+GPT_OSS = GPTConfig(
+    **SHAPE, num_layers=8, num_kv_heads=2, activation="clamped_swiglu", bias=True,
+    attention_sinks=True, window=3, global_every=2, num_experts=4, expert_bias=True,
+    rope_factor=8.0, rope_original_length=4, rope_ramp="yarn", rope_mscale=1.0, balance_loss=0.1,
+)  # fmt: skip
+LATENT = {"kv_rank": 8, "query_rank": 6, "head_size": 4, "rotary_size": 4, "value_size": 6}
+DEEPSEEK = GPTConfig(  # the first step moves no bias, but every microbatch adds to the counts
+    **SHAPE, **LATENT, num_layers=8, num_experts=8, experts_per_token=3, expert_width=8,
+    shared_width=8, router="sigmoid", dense_layers=1, expert_groups=4, groups_per_token=2,
+    score_factor=2.5, bias_speed=0.1,
+)  # fmt: skip
 DROPPING = {"num_experts": 4, "expert_every": 2, "balance_loss": 0.1, "capacity_factor": 0.5}
 RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
 BERT = BERTConfig(**SHAPE, num_layers=8, next_sentence=True)
@@ -62,6 +73,11 @@ CONFIGS = {
     "mixture": MIXTURE,
     "mixture-between": dataclasses.replace(
         MIXTURE, expert_every=2, shared_width=4, shared_gate=True, router="sigmoid"
+    ),
+    "gpt-oss": GPT_OSS,
+    "deepseek": DEEPSEEK,
+    "latent-attention": dataclasses.replace(
+        QWEN, **LATENT, num_kv_heads=None, qk_norm=False, qkv_bias=False
     ),
     "resnet": RESNET,
     "resnet-batch-norm": dataclasses.replace(RESNET, norm="batch"),
@@ -101,10 +117,21 @@ FEW = {
     "mixture-without-capacity": Case(
         dataclasses.replace(MIXTURE, num_layers=4), "zb-v", EXPERT[1], 3, "dots"
     ),
+    "deepseek": Case(
+        dataclasses.replace(DEEPSEEK, num_layers=2), "zb-h1", {"stage": 2, "data": 2}, 3, "dots"
+    ),
     "resnet-8-batch-norm": Case(
         dataclasses.replace(RESNET, depth=8, norm="batch"), "1f1b-fused", {"stage": 2}
     ),
 }
+
+
+def drawn_states(module, config):
+    """States that are not all alike, and positive, since some of them are variances."""
+    return jax.tree.map(
+        lambda leaf: jax.random.uniform(jax.random.key(leaf.size), leaf.shape),
+        module.init_state(config),
+    )
 
 
 def check(case: Case) -> None:
@@ -120,7 +147,7 @@ def check(case: Case) -> None:
         meshes=[jaxpipe.make_mesh(**case.mesh)],
         microbatches=4,
         rng=jax.random.key(2),
-        states=resnet.init_state(config) if whole.stateful else None,
+        states=drawn_states(module, config) if whole.stateful else None,
         reference=functools.partial(jaxpipe.unpipelined.loss, whole),
         # The bias of keys has no gradient but rounding, of gradients of up to 0.3.
         floor={gpt: 0.0, resnet: 1e-3}.get(module, 3e-3),
@@ -140,10 +167,11 @@ def test_results_equal_those_of_the_whole_model(name):
 def test_results_equal_those_of_the_whole_model_everywhere(name):
     """All schedules, in turn on the meshes that fit the model."""
     config = CONFIGS[name]
-    meshes = PLAIN + (TENSOR if "resnet" not in name else [])
+    stateful = MODULES[type(config)].model(config).stateful
+    meshes = PLAIN + (TENSOR if "resnet" not in name and not stateful else [])
     if isinstance(config, GPTConfig):
-        meshes = meshes + CONTEXT + (EXPERT if config.num_experts else [])
-        if config.num_experts and config.capacity_factor is None:
+        meshes = meshes + ([] if stateful else CONTEXT) + (EXPERT if config.num_experts else [])
+        if config.num_experts and config.capacity_factor is None and not stateful:
             meshes = meshes + DROPLESS
     one_tree = MODULES[type(config)].model(config).layers_are_alike
     for n, entry in enumerate(catalog.entries()):

@@ -102,6 +102,14 @@ RULES = [
     ),
     ({"mesh.expert": 2, "mesh.data": 2}, "Nearest valid: mesh.expert=1."),
     (
+        {"mesh.tensor": 2, "model.num_experts": 4, "model.bias_speed": 0.1},
+        "Nearest valid: mesh.tensor=1, or model.bias_speed=None.",
+    ),
+    (
+        {"pipeline.schedule": "pipemare", "model.num_experts": 4, "model.bias_speed": 0.1},
+        "Nearest valid: model.bias_speed=None, or pipeline.schedule=1f1b.",
+    ),
+    (
         {"mesh.context": 4, "model.sequence_length": 12},
         "Nearest valid: model.sequence_length=8 or 16, or mesh.context=3 or 6.",
     ),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import jax
+import numpy as np
 import pytest
 
+from jaxpipe import unpipelined
 from jaxpipe.measure import layer_bytes
+from models import gpt
 from train.config import Config
 from train.errors import ConfigError
 from train.step import Setup
@@ -53,6 +56,34 @@ def test_layers_take_what_a_device_holds_of_them_of_split_experts_too(expert_eve
     held = setup.pipe.placed_params["layers"]
     sizes = [math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(held)]
     assert sum(kept) == 2 * 4 * sum(sizes)  # stages, bytes of a number
+
+
+@pytest.mark.slow
+def test_a_step_moves_biases_of_experts_towards_equal_use():
+    """By the counts of all microbatches and data shards; layers without experts have no bias."""
+    experts = {"num_experts": 4, "dense_layers": 1, "router": "sigmoid", "bias_speed": 0.25}
+    setup = Setup(
+        Config(
+            model=CONFIG["model"] | {"num_layers": 2} | experts,
+            mesh={"stage": 1, "data": 2},
+            pipeline={"schedule": "1f1b-fused", "microbatches": 2},
+            train=CONFIG["train"] | {"batch_size": 4},
+        )
+    )
+    state, config = setup.init(), setup.task.shape
+    batch = {"tokens": jax.random.randint(jax.random.key(0), (4, 9), 0, 50)}
+    _, (_, last) = unpipelined.loss(
+        *(gpt.model(config), setup.pipe.unplace(state.params), batch),
+        states=gpt.init_state(config),
+    )
+    counts = last["mlp"]["router"]["selection"]["counts"]
+    assert counts.sum() == 4 * 8 * 2
+    state, _ = setup.train_step(state, batch, None)
+    none, last = setup.to_canonical(state).layers
+    assert none == {}
+    selection = last["mlp"]["router"]["selection"]
+    assert selection["bias"].tolist() == (0.25 * np.sign(16 - counts)).tolist()
+    assert selection["counts"].tolist() == [0] * 4
 
 
 def test_a_step_reports_what_experts_with_a_capacity_drop():

@@ -29,7 +29,7 @@ class GPT(Task):
     data_options = ("mix", "documents")
     data_kind = "text"
     report_file = "sample.txt"
-    free = ("dropout", "balance_loss", "z_loss")
+    free = ("dropout", "balance_loss", "z_loss", "bias_speed")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -56,6 +56,12 @@ class GPT(Task):
 
     def init(self, rng):
         return gpt.init(self.shape, rng)
+
+    def init_states(self):
+        return gpt.init_state(self.shape)
+
+    def end_step(self, states):
+        return None if states is None else gpt.end_step(self.shape, states)
 
     def row_shapes(self):
         length = self.shape.sequence_length
@@ -175,7 +181,6 @@ class GPT(Task):
         return f"a unigram model of the same tokens: {loss:.4f}"
 
     def report(self, params, states, heldout):
-        del states
         settings = self.config.sample
         if not settings.num_tokens:
             return "", None
@@ -189,6 +194,7 @@ class GPT(Task):
             temperature=settings.temperature,
             top_k=settings.top_k,
             rng=jax.random.key(self.config.train.seed),
+            state=states,
         )
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
         path = Path(self.config.run_dir) / self.report_file
