@@ -61,7 +61,7 @@ def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, l
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
     found = exchanges(measured)
     assert len(found) == len(exchanges(expected))
-    assert all(message.sent <= message.read for message in found.messages)
+    assert all(message.sent <= message.read for message in found)
     assert measured.makespan >= simulate(schedule, chunk).makespan - 1e-6
     # Idle time and work make up the whole.
     busy = [sum(part.end - part.start for part in row) for row in measured.rows]
