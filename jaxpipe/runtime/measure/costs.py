@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers import jaxprs, losses
@@ -159,8 +158,8 @@ def _flops(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
     flops = _flops_of_xla(program)
     for eqn in jaxprs.with_stated_flops(program.jaxpr.jaxpr):
         # XLA counts one turn of a loop.
-        loops = jax.jit(core.jaxpr_as_fun(eqn.params["jaxpr"]))
-        counted = _flops_of_xla(loops.trace(*jaxprs.shapes_of_variables(eqn.invars)))
+        alone = jax.jit(lambda *args, eqn=eqn: jaxprs.bind(eqn, args))
+        counted = _flops_of_xla(alone.trace(*jaxprs.shapes_of_variables(eqn.invars)))
         flops += (jaxprs.stated_flops(eqn.primitive, eqn.params) or 0.0) - counted
     return max(flops, 1.0)  # a layer without parameters has no W
 
