@@ -70,10 +70,16 @@ def test_every_design_note_is_linked_from_the_first_page():
 
 def test_the_reference_names_all_that_is_public_and_only_what_exists():
     pages = (TOP / "docs" / "reference").glob("*.md")
-    names = re.findall(r"^::: (\S+)$", "".join(map(Path.read_text, pages)), re.MULTILINE)
+    text = "".join(map(Path.read_text, pages))
+    names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
     for name in names:
         assert pkgutil.resolve_name(name) is not None
+    members = re.findall(r"^::: (\S+)\n +options:\n +members: \[(.+)\]$", text, re.MULTILINE)
+    assert members
+    for name, chosen in members:
+        for member in chosen.split(", "):
+            assert hasattr(pkgutil.resolve_name(name), member), f"{name}.{member}"
 
 
 def _pages() -> list[Path]:

@@ -81,7 +81,7 @@ def parse_costs(text: str, *, option: str = "costs") -> Costs:
     except ValueError:
         numbers = []
     if len(numbers) not in (3, 4, 5):
-        rule = "must be three or four numbers, F,B,W or F,B,W,message, or also the share of overlap"
+        rule = "must be three to five numbers: F,B,W, then a message, then the share of overlap"
         refuse([Problem(option, text, rule, {option: DEFAULT_COSTS})])
     try:
         return Costs(*numbers)

@@ -95,8 +95,8 @@ def show(
       group: microbatches that interleaved and breadth-first schedules take together.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
         fifth number is the share of the shorter that an overlapped pair of forward and backward
-        saves: 1,1.2,0.8,0.1,0.5. For `auto`, which holds one or two chunks per stage, half a
-        stage's.
+        saves on the free clock: 1,1.2,0.8,0.1,0.5. For `auto`, which holds one or two chunks per
+        stage, half a stage's.
       layers: layers of the whole model, with --layer-costs in place of --costs: `auto` then chooses
         among all numbers of chunks that they can form.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.
@@ -171,7 +171,8 @@ def validate(
 
     Args:
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
-      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1.
+      costs: time of F,B,W of one chunk, and optionally of one message and the share that an
+        overlapped pair saves: as for `show`.
       clock: as for `show`.
     """
     schedule = read_csv(file)

@@ -17,8 +17,9 @@ from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import Costs
 
 GROUP = "jaxpipe.configurations"
+"""The group of entry points."""
 COMPILED_FOR = ("h100", "h200", "cpu")
-"""Devices that programs are compiled for without having them; an H200 computes as an H100."""
+"""Devices for which programs are compiled where there are none; an H200 computes as an H100."""
 
 
 class Configured(Protocol):
@@ -45,7 +46,7 @@ class Configured(Protocol):
         """
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
-        """The text of a configuration that trains it by a plan.
+        """Writes the text of a configuration that trains the model by a plan.
 
         Args:
           plan: to write.
@@ -58,18 +59,18 @@ def read(path: Path) -> Configured:
     """Reads a configuration with the reader that is installed.
 
     Raises:
-      ArgumentError: none is, or the file cannot be read.
+      ArgumentError: no reader is installed, or the file cannot be read.
     """
     points = entry_points(group=GROUP)
-    why = f"no installed package has an entry point of the group {GROUP}"
+    reason = f"no installed package has an entry point of the group {GROUP}"
     for point in points:
         try:
             reader = point.load()
         except ModuleNotFoundError as error:
             # jaxpipe's own names its trainer, which runs from a clone and is not in the wheel.
-            why = f"{point.value} cannot be imported ({error})"
+            reason = f"{point.value} cannot be imported ({error})"
             continue
         return reader(path)
     note = "A file of sizes needs no reader: --sizes FILE. The trainer's runs in a clone."
-    refuse([Problem("config", str(path), f"cannot be read: {why}", note=note)])
+    refuse([Problem("config", str(path), f"cannot be read: {reason}", note=note)])
     raise AssertionError  # refused

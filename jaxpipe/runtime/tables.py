@@ -1,4 +1,4 @@
-"""Tick tables of a pipeline: what moves over data, and when, depends on its options."""
+"""Tick tables of a pipeline, whose options decide what moves over data, and when."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Tables:
         *,
         together: bool,
     ) -> Tables:
-        """Makes those of canonical layers."""
+        """Chooses how tables are lowered for canonical layers, split and run as the options say."""
         layout = layer_layout(layers, options.weights)
         shares = layout.most_shares(layers, splits.part(DictKey("layers")))
         overlaps = transfers_overlap(mesh)
         return cls(layout, shares, options.weight_slots, options.zero, together, overlaps)
 
     def of_step(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
-        """Gradients are summed, and used when the step has ended."""
+        """Lowers a schedule whose gradients are summed, and used when the step has ended."""
         slots, pieces = self.weight_slots, self.layout.pieces_of(max(layer_counts))
         return lower(
             schedule,
@@ -70,7 +70,7 @@ class Tables:
         )
 
     def of_chunks(self, schedule: Schedule, layer_counts: Sequence[int]) -> TickTable:
-        """A chunk is reduced as a whole, and used, as soon as its gradient is complete."""
+        """Lowers a schedule whose chunks are reduced, and used, when their gradient is complete."""
         return lower(
             schedule,
             layer_counts,

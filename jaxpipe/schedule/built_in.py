@@ -74,7 +74,7 @@ class Entry:
 
 
 def _with_fused(entry: Entry) -> tuple[Entry, Entry]:
-    """An entry with split backwards and its fused variant."""
+    """Pairs an entry of split backwards with its fused variant."""
     return entry, dataclasses.replace(
         entry,
         name=f"{entry.name}-fused",
@@ -84,7 +84,7 @@ def _with_fused(entry: Entry) -> tuple[Entry, Entry]:
 
 
 def _on_v(name: str, generate: Generate, summary: str, source: str) -> Entry:
-    """An entry for a schedule on the V, which is reordered for its costs."""
+    """Makes the entry of a schedule on the V placement that is reordered for its costs."""
     return Entry(name, generate, summary, source, chunks=2, reordered=True)
 
 
@@ -146,7 +146,7 @@ BUILT_IN = (
     Entry(
         "dualpipe-v-published",
         dualpipe_v_published,
-        "The two overlapped, as published",
+        "Forward and backward in pairs, as published",
         _DUALPIPE,
         chunks=2,
     ),

@@ -70,7 +70,9 @@ def looped(num_stages: int, *, num_chunks: int) -> Placement:
 
 
 def wave(num_stages: int, *, num_waves: int = 1) -> Placement:
-    """Goes down the stages and up again, ``num_waves`` times; both turns stay on one stage.
+    """Places virtual stages down the stages and up again, ``num_waves`` times.
+
+    Each turn stays on one stage.
 
     With one wave this is the V placement.
 

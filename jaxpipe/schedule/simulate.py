@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
@@ -262,9 +262,8 @@ def _walk(schedule: Schedule, costs: Sequence[Costs] | None = None) -> Walk:
     if costs is None:
         walked = walk(schedule)
     else:
-        prices = costs
         messages = [cost.message for cost in costs] if any(c.message for c in costs) else ()
-        walked = walk(schedule, durations=lambda u: unit_durations(u, prices), messages=messages)
+        walked = walk(schedule, durations=partial(unit_durations, costs=costs), messages=messages)
     # Only `validate` knows how to explain a schedule that stops; pay for it only then.
     if walked.blockers or not all(schedule.orders):
         validate(schedule)

@@ -21,9 +21,8 @@ NONE = -1
 """Marks an empty cell of a table: no action, no message, no slot."""
 
 _MIXED = 0.25
-"""Largest share of ticks that go both forward and backward with which other ticks have bodies for
-one direction: each body takes time to compile. Shares by schedule are in
-docs/design/001-executor.md."""
+"""Largest share of ticks with both directions that leaves the others a body for each: every body
+takes time to compile. Shares by schedule are in docs/design/001-executor.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Row(NamedTuple):
 
 
 Chunk: TypeAlias = tuple[int, int]
-"""A chunk of a stage, with its number of layers."""
+"""The number of a chunk on its stage, and its number of layers."""
 
 Pairs: TypeAlias = dict[Kind, set[tuple[Chunk, Chunk]]]
 """The chunks whose backward and whose forward a tick overlaps, by the kind of the backward."""
@@ -351,8 +350,7 @@ class TickTable:
         return len(rounds) == 1 and bool(reducing[-1]) and not reducing[:-1].any()
 
     def _directions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Marks the ticks whose bodies have what belongs to forwards, and those whose bodies have
-        what belongs to backwards, bool ``[ticks]`` each."""
+        """Marks the ticks whose bodies run forwards, and backwards, each bool ``[ticks]``."""
         used = [
             *((kind, (cell.layers > 0).any(axis=1)) for kind, cell in self.passes.items()),
             *(
