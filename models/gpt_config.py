@@ -179,9 +179,8 @@ class GPTConfig(validation.Validated):
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
-            self, "rope_theta", "local_rope_theta", "rope_factor", "norm_epsilon",
-            "attention_soft_cap", "logit_soft_cap", "capacity_factor",
-            "device_capacity_factor", "score_factor",
+            self, "rope_factor", "norm_epsilon", "attention_soft_cap", "logit_soft_cap",
+            "capacity_factor", "device_capacity_factor", "score_factor",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
@@ -216,6 +215,11 @@ class GPTConfig(validation.Validated):
         return Problem("width", width, rule, nearest, {"num_heads": heads})
 
     def _rotary_problems(self) -> Iterator[Problem]:
+        for name in ("rope_theta", "local_rope_theta"):
+            theta = getattr(self, name)
+            if theta is not None and theta <= 1:
+                yield Problem(name, theta, "must be above 1: wavelengths grow by its powers")
+        yield from validation.negative(self, "rope_mscale")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not 0 < low < high:
             rule = "must be above 0 and below $rope_high_freq_factor"
