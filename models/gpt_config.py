@@ -277,12 +277,17 @@ class GPTConfig(validation.Validated):
             yield Problem("device_capacity_factor", factor, rule, (None,), others)
         pairs = [("experts_per_token", "num_experts"), ("expert_every", "num_layers")]
         pairs.append(("groups_per_token", "expert_groups"))
-        if self.dense_layers is not None:
-            pairs.append(("dense_layers", "num_layers"))
         for name, most in pairs:
             value, limit = getattr(self, name), getattr(self, most)
             if value > limit:
                 yield Problem(name, value, f"must be at most ${most}", (limit,), {most: limit})
+        last = (
+            self.num_layers - self.num_layers % self.expert_every
+        )  # layer with experts; 0 if none
+        if self.dense_layers is not None and self.dense_layers >= last > 0:
+            others = {"num_layers": self.num_layers}
+            rule, near = "leaves none of $num_layers layers with experts", (last - 1 or None,)
+            yield Problem("dense_layers", self.dense_layers, rule, near, others)
         if self.num_experts % self.expert_groups:
             yield validation.not_a_divisor(
                 "expert_groups", self.expert_groups, "num_experts", self.num_experts
