@@ -179,9 +179,8 @@ class GPTConfig(validation.Validated):
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
-            self, "rope_theta", "local_rope_theta", "rope_factor", "norm_epsilon",
-            "attention_soft_cap", "logit_soft_cap", "capacity_factor",
-            "device_capacity_factor", "score_factor",
+            self, "rope_factor", "norm_epsilon", "attention_soft_cap", "logit_soft_cap",
+            "capacity_factor", "device_capacity_factor", "score_factor",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
@@ -216,6 +215,11 @@ class GPTConfig(validation.Validated):
         return Problem("width", width, rule, nearest, {"num_heads": heads})
 
     def _rotary_problems(self) -> Iterator[Problem]:
+        for name in ("rope_theta", "local_rope_theta"):
+            theta = getattr(self, name)
+            if theta is not None and theta <= 1:
+                yield Problem(name, theta, "must be above 1: wavelengths grow by its powers")
+        yield from validation.negative(self, "rope_mscale")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not 0 < low < high:
             rule = "must be above 0 and below $rope_high_freq_factor"
@@ -273,12 +277,17 @@ class GPTConfig(validation.Validated):
             yield Problem("device_capacity_factor", factor, rule, (None,), others)
         pairs = [("experts_per_token", "num_experts"), ("expert_every", "num_layers")]
         pairs.append(("groups_per_token", "expert_groups"))
-        if self.dense_layers is not None:
-            pairs.append(("dense_layers", "num_layers"))
         for name, most in pairs:
             value, limit = getattr(self, name), getattr(self, most)
             if value > limit:
                 yield Problem(name, value, f"must be at most ${most}", (limit,), {most: limit})
+        last = (
+            self.num_layers - self.num_layers % self.expert_every
+        )  # layer with experts; 0 if none
+        if self.dense_layers is not None and self.dense_layers >= last > 0:
+            others = {"num_layers": self.num_layers}
+            rule, near = "leaves none of $num_layers layers with experts", (last - 1 or None,)
+            yield Problem("dense_layers", self.dense_layers, rule, near, others)
         if self.num_experts % self.expert_groups:
             yield validation.not_a_divisor(
                 "expert_groups", self.expert_groups, "num_experts", self.num_experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ class Validated:
     """A dataclass that refuses numbers that do not fit together, all of them in one message."""
 
     def __post_init__(self) -> None:
-        refuse(self.problems())
+        refuse([*not_finite(self), *self.problems()])
 
     def problems(self) -> Iterator[Problem]:
         """Yields what is wrong, by field."""
@@ -35,6 +36,14 @@ def wrong_choices(config: Any) -> Iterator[Problem]:
         allowed = typing.get_args(kind)
         if typing.get_origin(kind) is Literal and (value := getattr(config, name)) not in allowed:
             yield Problem(name, value, f"must be one of: {', '.join(map(str, allowed))}")
+
+
+def not_finite(config: Any) -> Iterator[Problem]:
+    """Yields the fields that are infinite or no number, which no comparison would find."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(field.name, value, "must be finite")
 
 
 def not_positive(config: Any, *names: str) -> Iterator[Problem]:

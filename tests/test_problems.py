@@ -122,6 +122,13 @@ def test_a_model_names_its_own_fields_and_the_trainer_those_of_its_section():
     assert failure.fields == ("model.num_heads",)
 
 
+def test_the_trainer_writes_patterns_as_its_field_has_them():
+    problem = Problem("fp8", ["*up", "*down"], "needs layers that are alike", ((),))
+    (failure,) = errors.of_fp8(ArgumentError([problem]))
+    rule = "needs layers that are alike. Nearest valid: leave it out."
+    assert failure.message == f"pipeline.fp8='*up,*down' {rule}"
+
+
 def test_what_a_value_says_is_not_read_as_an_argument():
     problem = Problem("name", "$num_stages {}", "costs 5$: $num_stages", (), {"num_stages": 2})
     assert problem.lines() == ["name='$num_stages {}' costs 5$: num_stages=2."]

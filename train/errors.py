@@ -75,6 +75,9 @@ def of_partition(error: ArgumentError, stage_memory: float | None) -> Iterator[F
 def of_fp8(error: ArgumentError) -> Iterator[Failure]:
     """Yields what a pipeline refuses of weights that are to be quantized."""
     for problem in error.problems:
+        if isinstance(problem, Problem) and problem.argument == "fp8":
+            patterns = ",".join(problem.value)
+            problem = dataclasses.replace(problem, value=patterns, nearest=(None,))
         yield _failure(problem, _field, "pipeline.fp8")
 
 

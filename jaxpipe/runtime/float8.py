@@ -39,8 +39,8 @@ def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
     """Finds the scale of tensors from the largest of their absolute values, which becomes 3/4 to
     3/2 of the dtype's largest power of two: nothing overflows."""
     wide = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
-    power = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=0)
-    return power * 2.0 ** (1 - jnp.finfo(dtype).maxexp)
+    share = wide * 2.0 ** (1 - jnp.finfo(dtype).maxexp)  # first, since rounding could overflow
+    return lax.reduce_precision(share, exponent_bits=8, mantissa_bits=0)
 
 
 def rounded_to(x: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:

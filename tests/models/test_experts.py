@@ -177,5 +177,9 @@ def test_options_that_do_not_fit_are_named():
         dataclasses.replace(CONFIG, expert_groups=3)
     with pytest.raises(ValueError, match="experts_per_token=2 must be at most the experts of gr"):
         dataclasses.replace(CONFIG, expert_groups=4)
+    for every, layers in ((1, 2), (2, 3)):
+        with pytest.raises(ValueError, match=r"dense_layers=\d leaves none of num_layers") as error:
+            dataclasses.replace(CONFIG, num_layers=layers, expert_every=every, dense_layers=2)
+        assert str(error.value).endswith("Nearest valid: 1.")
     with pytest.raises(ValueError, match="expert_width=6 has no effect without num_experts"):
         dataclasses.replace(CONFIG, num_experts=None)

@@ -158,6 +158,17 @@ def test_the_first_loss_is_a_uniform_guess_and_dropout_depends_on_the_key_alone(
             lambda: dataclasses.replace(GPT, value_size=4, rope_mscale=1.0),
             ["value_size=4 has no effect without kv_rank.", "rope_mscale=1.0 has no effect"],
         ),
+        (
+            lambda: dataclasses.replace(
+                GPT, norm_epsilon=math.nan, rope_factor=math.inf, rope_theta=1.0, rope_mscale=-1.0
+            ),
+            [
+                "norm_epsilon=nan must be finite.",
+                "rope_factor=inf must be finite.",
+                "rope_theta=1.0 must be above 1: wavelengths grow by its powers.",
+                "rope_mscale=-1.0 must not be negative.",
+            ],
+        ),
         (lambda: dataclasses.replace(GPT, width=12), ["heads of 3", "Nearest valid: 8, 16."]),
         (lambda: dataclasses.replace(GPT, num_layers=0), ["num_layers=0 must be at least 1"]),
         (

@@ -161,6 +161,15 @@ def test_weights_that_are_not_trained_are_quantized_too():
     chex.assert_trees_all_close(found, (dx, dparams | {"down": None}), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [float8.E4M3, float8.E5M2])
+def test_the_largest_and_the_smallest_floats_have_scales(dtype):
+    largest = jnp.finfo(jnp.float32).max
+    for x in (jnp.array([largest, -0.9 * largest]), jnp.zeros(2), jnp.full(2, 2.0**-100)):
+        values, scale = float8.quantize(x, dtype)
+        exact = np.float64(np.float32(values)) * np.float64(scale)
+        np.testing.assert_allclose(exact, np.float64(x), rtol=0.1)
+
+
 def gathered(compute: dict) -> dict[str, int]:
     """Bytes of layers' weights that a program gathers with each dtype, as lowered: XLA for CPUs
     widens them."""
