@@ -180,6 +180,5 @@ def _makers(eqns: Eqns, gradient: Atom, name: str) -> set[int]:
 def _unfit(name: str, verb: str, eqn: Eqn) -> str:
     return (
         f"fp8 chooses {name}, which {verb} {eqn.primitive.name!r}. Layers may only multiply by "
-        "what it chooses (dot_general), after casts and changes of shape: choose fewer weights, or "
-        "except this one with full_precision."
+        "what it chooses (dot_general), after casts and changes of shape: choose fewer weights."
     )
