@@ -281,9 +281,8 @@ class GPTConfig(validation.Validated):
             value, limit = getattr(self, name), getattr(self, most)
             if value > limit:
                 yield Problem(name, value, f"must be at most ${most}", (limit,), {most: limit})
-        last = (
-            self.num_layers - self.num_layers % self.expert_every
-        )  # layer with experts; 0 if none
+        # The last layer with experts, counted from 1; 0 if there is none.
+        last = self.num_layers - self.num_layers % self.expert_every
         if self.dense_layers is not None and self.dense_layers >= last > 0:
             others = {"num_layers": self.num_layers}
             rule, near = "leaves none of $num_layers layers with experts", (last - 1 or None,)

@@ -38,6 +38,8 @@ _TORCHTITAN = {
     "dualpipe-v-published": "DualPipeV",
 }
 """Names of schedules in PyTorch; it reads others from a CSV file."""
+_CHOSEN_LATER = ("auto", configured.PLAN)
+"""Schedules whose order and chunks are found when a run starts."""
 _MEGATRON = ("1f1b-fused", "1f1b", "interleaved-fused", "interleaved")
 _MAXTEXT = ("gpipe", "breadth-first-fused", "breadth-first")
 """MaxText differentiates its pipeline: all forward passes come before all backward passes."""
@@ -75,7 +77,7 @@ class Exported:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is exported: a checked configuration, and the shape of its GPT."""
+    """A checked configuration that is exported, and the shape of its GPT."""
 
     config: Config
     shape: GPTConfig
@@ -134,7 +136,7 @@ def megatron(source: Source) -> Exported:
         options |= {
             "num-experts": shape.num_experts,
             "moe-router-topk": shape.experts_per_token,
-            "moe-ffn-hidden-size": shape.expert_width or shape.hidden_width,
+            "moe-ffn-hidden-size": shape.expert_hidden_width,
             "moe-aux-loss-coeff": shape.balance_loss,
             "moe-z-loss-coeff": shape.z_loss,
             "moe-grouped-gemm": True,
@@ -192,15 +194,23 @@ def torchtitan(source: Source) -> Exported:
             options["parallelism.pipeline_parallel_schedule"] = name
         else:
             options["parallelism.pipeline_parallel_schedule_csv"] = "schedule.csv"
-            notes.append(
-                f"`jaxpipe show {pipeline.schedule} --stages {mesh.stage} --microbatches "
-                f"{pipeline.microbatches} --format csv --out schedule.csv` writes the schedule."
-            )
+            notes.append(f"`{_show(config)} --out schedule.csv` writes the schedule.")
     notes.append(
         "Choose the configuration whose model has "
         f"{shape.num_layers} layers of width {shape.width}; its shape is no option."
     )
     return Exported(options, tuple(notes))
+
+
+def _show(config: Config) -> str:
+    """Writes the command that prints the order of a configuration as CSV."""
+    pipeline, costs = config.pipeline, configured.costs(config)
+    command = f"jaxpipe show {pipeline.schedule} --stages {config.mesh.stage} "
+    command += f"--microbatches {pipeline.microbatches} --format csv"
+    for option in ("chunks", "group", "memory_limit"):
+        if (value := getattr(pipeline, option)) is not None:
+            command += f" --{option.replace('_', '-')} {value:g}"
+    return f"{command} --costs {costs.f:g},{costs.b:g},{costs.w:g},{costs.message:g}"
 
 
 def maxtext(source: Source) -> Exported:
@@ -242,7 +252,7 @@ def maxtext(source: Source) -> Exported:
         options |= {
             "num_experts": shape.num_experts,
             "num_experts_per_tok": shape.experts_per_token,
-            "base_moe_mlp_dim": shape.expert_width or shape.hidden_width,
+            "base_moe_mlp_dim": shape.expert_hidden_width,
             "load_balance_loss_weight": shape.balance_loss,
         }
     if mesh.stage > 1:
@@ -267,6 +277,14 @@ def failures(source: Source, system: System) -> Iterator[Failure]:
     mesh, pipeline = config.mesh, config.pipeline
     if pipeline.remat == "auto":
         yield _failure(config, "pipeline.remat", "is decided by the devices", "none, dots, full")
+    if pipeline.schedule in _CHOSEN_LATER or configured.is_asynchronous(config):
+        rule = "has no order before a run starts, or none that ends"
+        yield _failure(config, "pipeline.schedule", rule, "zb-h1, 1f1b")
+        return
+    counts = configured.own_counts(config)
+    if counts is not None and len(set(counts)) > 1:
+        rule = "is not expressed: chunks have equally many layers there"
+        yield _failure(config, "pipeline.partition", rule, "equal")
     if pipeline.fp8:
         rule = f"is not written for {system}, whose recipe is its own"
         yield _failure(config, "pipeline.fp8", rule, "none")

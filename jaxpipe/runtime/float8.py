@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-"""Of weights and activations: 3 bits of mantissa, at most 448."""
+"""Dtype of weights and activations: 3 bits of mantissa, at most 448."""
 E5M2 = jnp.dtype(jnp.float8_e5m2)
-"""Of gradients at a matmul's output: 2 bits of mantissa, at most 57344."""
+"""Dtype of gradients at a matmul's output: 2 bits of mantissa, at most 57344."""
 _SMALLEST = 2.0**-100
 """Scales are made for values of this size at least: a product of two scales is a float32."""
 

@@ -94,17 +94,24 @@ def test_keys_differ_by_microbatch_data_shard_and_layer():
     assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 8
 
 
+def num_chunks(schedule: str, stages: int) -> int:
+    """Number of chunks of the model, of which each needs a layer."""
+    built = catalog.build(schedule, stages=stages, microbatches=4)
+    return built.placement.num_virtual_stages
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", toys.NAMES)
 def test_every_pair_of_values(name):
     """All schedules, on meshes that eight devices make."""
-    few_layers = name.startswith(("split", "mixture"))  # fewer than 4 stages x 2 chunks
-    stages, shards = (2,) if few_layers else (2, 4), ((1, 1), (2, 1), (2, 2))
+    stages, shards = (2,) if name.startswith("split") else (2, 4), ((1, 1), (2, 1), (2, 2))
     one_tree = toys.named(name).model.layers_are_alike
     weights = ("stacked", "unrolled") if one_tree else ("stacked",)
     schedules = [entry.name for entry in catalog.entries()]
     grid = itertools.product(schedules, stages, shards, ZERO, REMAT, weights, (False, True))
     cases = [case for case in grid if case[2] != (1, 1) or case[3] == 0]
+    if name.startswith("mixture"):  # six layers
+        cases = [case for case in cases if num_chunks(*case[:2]) <= 6]
     for schedule, stage, (data, replica), zero, remat, layout, keyed in covering(cases):
         sizes = {"stage": stage, "data": data, "replica": replica}
         options = {"zero": zero, "remat": remat, "weights": layout, "keyed": keyed}

@@ -24,7 +24,7 @@ WEIGHTS = ["*up", "*down"]
 
 
 def quantized(x, dtype):
-    """What a tensor is in 8-bit floats, times the power of two nearest to its largest value, over
+    """Rounds a tensor to 8-bit floats, times the power of two nearest to its largest value, over
     that of the dtype."""
     own = {jnp.float8_e4m3fn: 8, jnp.float8_e5m2: 15}[dtype]
     fraction, exponent = jnp.frexp(jnp.abs(x).max())
