@@ -1,7 +1,11 @@
 """Schedules as data: for every stage, an ordered list of actions.
 
 Legend used throughout the package: p stages, v chunks per stage, s virtual stage, m microbatches,
-  i microbatch.
+  i microbatch, k slices per microbatch.
+
+Where a schedule cuts the sequences of its microbatches into slices, every action runs one slice,
+and the "microbatch" of an action is the number of its slice: ``i * k + j`` for slice j of
+microbatch i.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ class Schedule:
     Args:
       name: the schedule's name, as the registry and the command line spell it.
       placement: which stage holds which virtual stage.
-      num_microbatches: m; every virtual stage runs microbatches 0..m-1.
+      num_microbatches: m; every virtual stage runs microbatches 0..m-1, or their slices.
       orders: ``orders[d]`` is what stage ``d`` runs, in order.
       peak_in_flight: the schedule's own promise, per stage: the most chunk activations that stage
         keeps from F to the action that frees them (W, or the fused backward). The validator checks
@@ -92,6 +96,9 @@ class Schedule:
       overlapped: forwards, in any order, that each run together with the backward of another
         microbatch that follows on their stage (FB): the pair starts when both have their inputs,
         and both results are there when it ends.
+      num_slices: k, the slices into which the sequences of a microbatch are cut. A slice reads what
+        those before it leave on its virtual stage, so they run forwards in order, and backwards in
+        the opposite order.
     """
 
     name: str
@@ -100,6 +107,12 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
     peak_in_flight: tuple[int, ...] | None = None
     overlapped: tuple[Action, ...] = ()
+    num_slices: int = 1
+
+    @property
+    def num_passes(self) -> int:
+        """Number of forwards through each virtual stage: m k."""
+        return self.num_microbatches * self.num_slices
 
     @property
     def mixes_backwards(self) -> bool:

@@ -27,7 +27,7 @@ MEASURES = ("costs", "layer_costs")
 """Options that describe the machine and the model, whatever the schedule."""
 PUBLISHED = "-published"
 """Suffix of the name under which a reordered schedule keeps its own order, whatever the costs."""
-OPTIONS = ("num_chunks", "group", "memory_limit", *MEASURES)
+OPTIONS = ("num_chunks", "group", "num_slices", "memory_limit", *MEASURES)
 """Options of schedules beyond stages and microbatches."""
 
 

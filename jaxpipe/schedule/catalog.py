@@ -105,6 +105,7 @@ def build(
     microbatches: int,
     chunks: int | None = None,
     group: int | None = None,
+    slices: int | None = None,
     memory_limit: float | None = None,
     costs: Costs | None = None,
     layer_costs: Sequence[Costs] | None = None,
@@ -117,9 +118,10 @@ def build(
         name of a reordered schedule (`Entry`) keeps its order whatever the costs.
       stages: p, at least 1.
       microbatches: m, at least 1.
-      chunks: v, the chunks per stage, at least 1. For this and the next two: None for the
+      chunks: v, the chunks per stage, at least 1. For this and the next three: None for the
         schedule's own default; a schedule that does not read one refuses it.
       group: microbatches that stay together, at least 1.
+      slices: k, the slices into which the sequences of a microbatch are cut, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
       costs: costs of one chunk; for `auto`, which chooses how many chunks a stage holds, of half a
         stage. Schedules that are searched or reordered use them, and others ignore them: a
@@ -142,6 +144,7 @@ def build(
         "num_microbatches": microbatches,
         "num_chunks": chunks,
         "group": group,
+        "num_slices": slices,
         "memory_limit": memory_limit,
     }
     known = {entry.name: entry for entry in entries()}
@@ -176,6 +179,8 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
     costs = given.get("costs")
     if published:
         return dataclasses.replace(schedule, name=name)
+    if schedule.num_slices > 1:  # passes are ordered anew in the order of their numbers
+        return schedule
     if not entry.reordered or "costs" in entry.defaults or costs is None or costs == UNIT:
         return schedule
     return in_time(schedule, costs)

@@ -229,7 +229,7 @@ class Fixed:
         layer = head_layer(self.num_layers)
         weights = lax.map(
             lambda i: weight(self.context(batch, i, layer)),
-            jnp.arange(self.table.schedule.num_microbatches),
+            jnp.arange(self.table.schedule.num_passes),
         )
         return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.peers)))
 
@@ -459,7 +459,7 @@ def context_of(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tup
 
 def mean_scale(setup: Setup) -> float:
     """The cotangent of what is averaged over microbatches and the devices of a stage."""
-    return 1 / (setup.table.schedule.num_microbatches * lax.axis_size(setup.layout.axes.peers))
+    return 1 / (setup.table.schedule.num_passes * lax.axis_size(setup.layout.axes.peers))
 
 
 def losses_of_layers(layers: Layers) -> list[Shapes]:

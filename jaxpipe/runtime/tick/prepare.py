@@ -144,7 +144,7 @@ def _leaving(
 ) -> tuple[Collector, Callable[[Tree], jax.Array] | None]:
     """`Fixed.collector` and `Fixed.weight`; raises ValueError for what head and layers may not
     return."""
-    microbatches, model = setup.table.schedule.num_microbatches, setup.model
+    passes, model = setup.table.schedule.num_passes, setup.model
     name = "output" if setup.outputs else "head_loss"
     result = output_shapes(
         f"Model.{name}",
@@ -157,7 +157,7 @@ def _leaving(
     )
     if setup.outputs:
         check_output(result, rows)
-        return Outputs(result, microbatches), None
+        return Outputs(result, passes), None
     losses.check_head_loss(result)
     of_layers = losses_of_layers(layers)
     losses.check_metrics_of_layers(of_layers, result)
@@ -165,4 +165,4 @@ def _leaving(
     if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
         weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
     shapes = jax.eval_shape(losses.addable, result)
-    return Losses(shapes, microbatches, len(of_layers), setup.layout.axes), weight
+    return Losses(shapes, passes, len(of_layers), setup.layout.axes), weight

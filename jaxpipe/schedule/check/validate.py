@@ -56,7 +56,7 @@ def validate(schedule: Schedule, *, spell: Callable[[Action], str] = str) -> Non
     shape, (out_of_range, actions) = list(checks.shape()), checks.actions()
     # An index out of range may be why the shape is wrong.
     problems = shape + out_of_range if shape else out_of_range + actions
-    problems += [] if problems else checks.pairs()
+    problems += [] if problems else [*checks.pairs(), *checks.slices()]
     walked = walk(schedule)
     if not problems:
         problems = [*checks.deadlocks(walked), *checks.broken_promises()]
@@ -107,6 +107,8 @@ class _Checks:
             m, orders, promise = schedule.num_microbatches, schedule.orders, schedule.peak_in_flight
             if m < 1:
                 yield _Fault(f"num_microbatches={m} is below 1.")
+            if schedule.num_slices < 1:
+                yield _Fault(f"num_slices={schedule.num_slices} is below 1.")
             if len(orders) != len(chunks_of):
                 yield _Fault(f"There are {len(orders)} orders for {len(chunks_of)} stages.")
             if promise is not None and len(promise) != len(chunks_of):
@@ -116,7 +118,7 @@ class _Checks:
 
     def actions(self) -> tuple[list[_Fault], list[_Fault]]:
         """Finds actions out of range; and those on the wrong stage, repeated, mixed or missing."""
-        stages, m = self.schedule.placement.stages, self.schedule.num_microbatches
+        stages, m = self.schedule.placement.stages, self.schedule.num_passes
         num_virtual_stages = len(stages)
         seen: dict[int, int] = {}
         outside: list[_Fault] = []
@@ -172,8 +174,23 @@ class _Checks:
                 rule = "directly followed by a backward of another microbatch on its stage"
                 yield _Fault(f"{text}, {rule}: {shown} follows.", d, k)
 
+    def slices(self) -> Iterator[_Fault]:
+        """Finds slices that come before those of their sequence that they read: F reads what F of
+        the slice before leaves on the virtual stage, and a backward what that of the next does."""
+        k = self.schedule.num_slices
+        for d, order in enumerate(self.schedule.orders if k > 1 else ()):
+            done: set[Action] = set()
+            for position, action in enumerate(order):
+                j, step = action.microbatch % k, -1 if action.kind is Kind.F else 1
+                read = dataclasses.replace(action, microbatch=action.microbatch + step)
+                if action.kind is not Kind.W and 0 <= j + step < k and read not in done:
+                    text = f"{self.spell(action)} on stage {d} comes before {self.spell(read)}"
+                    why = f"slice {j} of a sequence reads what slice {j + step} leaves"
+                    yield _Fault(f"{text}: {why}.", d, position)
+                done.add(action)
+
     def _missing(self, seen: dict[int, int]) -> Iterator[_Fault]:
-        schedule, m = self.schedule, self.schedule.num_microbatches
+        schedule, m = self.schedule, self.schedule.num_passes
         kinds = {action.kind for order in schedule.orders for action in order}
         # If no action of a backward is left, assume the form that all others have.
         fused = Kind.BW in kinds and not kinds & {Kind.B, Kind.W}
@@ -295,6 +312,7 @@ def _values(schedule: Schedule) -> Iterator[_Value]:
     if isinstance(placement, Placement):
         yield "placement.stages", placement.stages, _is_row(placement.stages, int), integers
     yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
+    yield f"num_slices={schedule.num_slices!r}", m, isinstance(schedule.num_slices, int), "int"
     yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
     overlapped = schedule.overlapped

@@ -48,7 +48,7 @@ class Results:
     def __init__(self, schedule: Schedule) -> None:
         # `validate` walks any schedule before it refuses it.
         self._stages = schedule.placement.stages
-        self._microbatches = max(schedule.num_microbatches, 1)
+        self._microbatches = max(schedule.num_passes, 1)
         self._forwards = max(len(self._stages) * self._microbatches, 1)
         self._firsts: dict[tuple[Kind, int], tuple[int, list[int]]] = {}
 

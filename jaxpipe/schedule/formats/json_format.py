@@ -26,6 +26,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
+        **({} if schedule.num_slices == 1 else {"num_slices": schedule.num_slices}),
         **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
     }
 
@@ -50,6 +51,7 @@ def from_json(data: Any) -> Schedule:
             orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
             peak_in_flight=None if peak is None else tuple(peak),
             overlapped=tuple(map(Action.parse, data.get("overlapped", "").split())),
+            num_slices=data.get("num_slices", 1),
         )
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None

@@ -19,6 +19,7 @@ def interleaved(
     *,
     num_chunks: int = 2,
     group: int | None = None,
+    num_slices: int = 1,
     fused: bool = False,
 ) -> Schedule:
     """Runs 1F1B over chunks: a group of microbatches goes through chunk 0, then chunk 1, and so on.
@@ -42,7 +43,8 @@ def interleaved(
         the next multiple without the surplus microbatches.
       group: microbatches that go through a chunk before the next chunk's turn, at least p/2. By
         default p; with fused backwards a larger one, up to 2p-1, if p does not divide m and that
-        one ends sooner, as there is no W to fill the gaps that a short last group leaves.
+        one ends sooner, as there is no W to fill the gaps that a short last group leaves. With
+        slices it counts these, and is the next multiple of k.
 
     Raises:
       ValueError: the group is smaller than half of the number of stages.
@@ -51,14 +53,16 @@ def interleaved(
       >>> interleaved(4, 8, fused=True).peak_in_flight
       (11, 9, 7, 5)
     """
+    num_passes = num_microbatches * num_slices
     if group is None:
-        group = _fused_group(num_stages, num_microbatches, num_chunks) if fused else num_stages
+        group = _fused_group(num_stages, num_passes, num_chunks) if fused else num_stages
     if 2 * group < num_stages:
         rule, others = "it must be at least half of $num_stages", {"num_stages": num_stages}
         nearest = (-(-num_stages // 2),)
         refuse([Problem("group", group, rule, nearest, others, "interleaved")])
     # A larger group gives the same order, and would take time and memory to plan.
-    group = min(group, max(num_stages, num_microbatches))
+    group = min(group, max(num_stages, num_passes))
+    group += -group % num_slices
     hops = 2 if group >= num_stages else 1
     return depth_first(
         "interleaved-fused" if fused else "interleaved",
@@ -67,6 +71,7 @@ def interleaved(
         group=group,
         warm_ups=warm_up_forwards(num_stages, num_chunks, group, hops=hops),
         delays=None if fused else (0,) * num_stages,
+        num_slices=num_slices,
     )
 
 
@@ -109,6 +114,7 @@ def depth_first(
     group: int = 1,
     warm_ups: Sequence[int],
     delays: Sequence[int] | None,
+    num_slices: int = 1,
 ) -> Schedule:
     """Orders each stage as warm-up forwards, then one F, one B and one delayed W in turn.
 
@@ -116,19 +122,24 @@ def depth_first(
       placement: linear or looped.
       num_microbatches: m. The last group may be short: it is planned in full, and microbatches that
         do not exist are left out, which keeps every dependency in order.
-      group: microbatches that go through a chunk before the next chunk's turn; without a next
-        chunk, any.
-      warm_ups: per stage, forwards before the first backward.
+      group: microbatches, or slices, that go through a chunk before the next chunk's turn; without
+        a next chunk, any multiple of the slices.
+      warm_ups: per stage, forwards before the first backward; it comes k - 1 forwards later where
+        sequences have k slices.
       delays: per stage, how many backwards later each W follows its B; None for fused backwards.
+      num_slices: k. Backwards take the slices of a microbatch from the last to the first.
     """
+    num_passes, later = num_microbatches * num_slices, num_slices - 1
+    group = max(group, num_slices)
     cells = [
         (chunk, i)
-        for first in range(0, num_microbatches, group)
+        for first in range(0, num_passes, group)
         for chunk in range(placement.num_chunks)
         for i in range(first, first + group)
     ]
     orders, peaks = [], []
     for d, (own_stages, warm_up) in enumerate(zip(placement.virtual_stages, warm_ups, strict=True)):
+        warm_up += later
         last = warm_up if delays is None else warm_up + delays[d]
         backwards = [(Kind.BW, last)] if delays is None else [(Kind.B, warm_up), (Kind.W, last)]
         # The kinds that the stage alternates between, with virtual stages by chunk, and delay.
@@ -141,8 +152,17 @@ def depth_first(
             for kind, virtual_stages, delay in turns:
                 if delay <= k < delay + len(cells):
                     chunk, i = cells[k - delay]
-                    if i < num_microbatches:
+                    if kind is not Kind.F:
+                        i += later - 2 * (i % num_slices)
+                    if i < num_passes:
                         order.append(Action(virtual_stages[chunk], kind, i))
         orders.append(tuple(order))
-        peaks.append(min(num_microbatches * placement.num_chunks, last + 1))
-    return Schedule(name, placement, num_microbatches, tuple(orders), tuple(peaks))
+        peaks.append(min(num_passes * placement.num_chunks, last + 1))
+    return Schedule(
+        name,
+        placement,
+        num_microbatches,
+        tuple(orders),
+        tuple(peaks),
+        num_slices=num_slices,
+    )

@@ -11,7 +11,7 @@ from jaxpipe.schedule.generators.interleaved import depth_first, warm_up_forward
 from jaxpipe.schedule.placement import linear, looped
 
 
-def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
+def zb_h1(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Schedule:
     """Runs 1F1B with W deferred by d backwards on stage d, which levels the memory of all stages.
 
     ============  =====================================================================
@@ -31,6 +31,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
         num_microbatches,
         warm_ups=range(num_stages - 1, -1, -1),
         delays=range(num_stages),
+        num_slices=num_slices,
     )
 
 
@@ -61,7 +62,9 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 2) -> Schedule:
+def interleaved_zb(
+    num_stages: int, num_microbatches: int, *, num_chunks: int = 2, num_slices: int = 1
+) -> Schedule:
     """Runs 1F1B over chunks, with W deferred by d backwards on stage d.
 
     Without W in its way a gradient is back twice as fast, so half of the warm-up of `interleaved`
@@ -81,7 +84,9 @@ def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 
       >>> interleaved_zb(4, 8).peak_in_flight
       (8, 8, 8, 8)
     """
-    group = -(-num_microbatches // max(1, num_microbatches // num_stages))
+    num_passes = num_microbatches * num_slices
+    group = -(-num_passes // max(1, num_passes // num_stages))
+    group += -group % num_slices
     return depth_first(
         "interleaved-zb",
         looped(num_stages, num_chunks=num_chunks),
@@ -89,4 +94,5 @@ def interleaved_zb(num_stages: int, num_microbatches: int, *, num_chunks: int = 
         group=group,
         warm_ups=warm_up_forwards(num_stages, num_chunks, group, hops=1),
         delays=range(num_stages),
+        num_slices=num_slices,
     )

@@ -148,7 +148,7 @@ class Lowering:
         self.together, self.overlaps = together, overlaps
         self.stage_of = np.asarray(schedule.placement.stages)
         self.chunk_of = np.asarray(schedule.placement.chunks)
-        self.shape = len(self.stage_of), schedule.num_microbatches
+        self.shape = len(self.stage_of), schedule.num_passes
         self.num_ticks = 1 + int(self.columns.tick.max())
         self.kinds = [kind for kind in Kind if self.columns.of(kind).any()]
         self.backward = Kind.BW if Kind.BW in self.kinds else Kind.B

@@ -86,7 +86,7 @@ def figure(timeline: Timeline) -> str:
     exchanged = exchanges(timeline)
     detailed = sum(map(len, timeline.rows)) <= _NUMBERED_ACTIONS
     # A font size at which the longest microbatch number fits the shortest box.
-    digits = len(str(timeline.schedule.num_microbatches - 1))
+    digits = len(str(timeline.schedule.num_passes - 1))
     size = max(min(9.0, 0.85 * width * least / span / (DIGIT * digits)), 1.0)
     drawn, top = [label(_MARGIN, 12, caption(timeline), size=10)], 24.0
     for number in range(num_rows):
