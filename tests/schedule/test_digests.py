@@ -33,6 +33,9 @@ from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import Costs
 
+NEWER = "overlapped", "num_slices"
+"""Fields that are left out where they have their default."""
+
 DIGESTS = Path(__file__).with_name("digests.json")
 
 DECIMALS, TENTHS, MESSAGES = Costs(1, 1.2, 0.8), Costs(0.1, 0.7, 0.3), Costs(1.75, 2.7, 2.01, 0.5)
@@ -92,9 +95,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [str(value.dtype), value.tolist()]
     if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        # Most schedules overlap nothing, and have the digests that they had before any did.
-        return [plain(getattr(value, n)) for n in names if n != "overlapped" or value.overlapped]
+        # Most schedules overlap and slice nothing, and have the digests from before any did.
+        fields = [(getattr(value, f.name), f) for f in dataclasses.fields(value)]
+        return [plain(v) for v, f in fields if f.name not in NEWER or v != f.default]
     if isinstance(value, dict):
         return sorted([key, plain(item)] for key, item in value.items())
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
