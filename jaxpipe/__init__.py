@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxpipe import nnx as nnx
     from jaxpipe import testing as testing
     from jaxpipe.api import (
+        Appended,
         AsyncPipeline,
         Joined,
         Model,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Appended",
     "AsyncPipeline",
     "Checkpoints",
     "Joined",

@@ -10,6 +10,7 @@ from jaxpipe.runtime.layers.losses import Sum as Sum
 from jaxpipe.runtime.layers.losses import Weighted as Weighted
 from jaxpipe.runtime.layers.losses import WithLoss as WithLoss
 from jaxpipe.runtime.layers.model import Model as Model
+from jaxpipe.runtime.layers.slices import Appended as Appended
 from jaxpipe.runtime.layout.splits import Joined as Joined
 from jaxpipe.runtime.load_params import load_params as load_params
 from jaxpipe.runtime.mesh import axes_across_hosts as axes_across_hosts

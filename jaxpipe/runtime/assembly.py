@@ -137,7 +137,7 @@ class Assembly:
         setup = dataclasses.replace(setup, outputs=outputs, inputs=inputs, stamps=stamps)
 
         def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
-            rows = split_rows(batch, self.schedule.num_microbatches)
+            rows = split_rows(batch, self.schedule.num_microbatches, self.schedule.num_slices)
             return executor.run(setup, placed, rows, rng, states)
 
         data = P(self.axes.data)
@@ -170,7 +170,7 @@ class Assembly:
     def batch_problems(self, batch: Batch) -> list[str]:
         """Lists what is wrong with a batch."""
         shards = self.axes.num_shards(self.mesh)
-        return list(checks.batch(batch, self.schedule.num_microbatches, shards))
+        return list(checks.batch(batch, self.schedule, shards))
 
     def _states_problems(self, states: States) -> list[str]:
         if self.states_placing is None:

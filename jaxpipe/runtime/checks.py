@@ -66,6 +66,7 @@ def arguments(
         return
     yield from misfits(model)
     yield from _pairs(model, schedule, options)
+    yield from _slices(model, schedule)
     malformed = list(_parameters(model, params, options))
     if not malformed:
         malformed += precision.problems(params, options)
@@ -106,6 +107,20 @@ def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterato
         yield Problem("pair_layers", True, rule, nearest, note=note)
     if not model.layers_are_alike:
         yield Problem("pair_layers", True, "runs layers that are alike, and Model.layer is a tuple")
+
+
+def _slices(model: Model, schedule: Schedule | None) -> Iterator[str]:
+    """Says why a model cannot run sequences slice by slice."""
+    if schedule is None or schedule.num_slices == 1:
+        return
+    cut = f"Schedule {schedule.name!r} cuts sequences into {schedule.num_slices} slices"
+    if model.carry is None:
+        yield (
+            f"{cut}, and Model.carry is None: say what a layer hands from slice to slice; "
+            "`carry=lambda x, num_slices: ()` if it does not mix tokens."
+        )
+    if model.stateful:
+        yield f"{cut}, and Model.stateful=True: layers may have a carry or a state, not both."
 
 
 _PARTS = ("embed", "layers", "head")
@@ -340,8 +355,9 @@ def key(rng: Key) -> Iterator[str]:
         yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
-def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
+def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
     """Yields problems of a batch."""
+    num_microbatches = schedule.num_microbatches
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -368,3 +384,28 @@ def batch(tree: Tree, num_microbatches: int, num_shards: int) -> Iterator[str]:
         below, above = n // step * step, max(-(-n // step), 1) * step
         valid = ", ".join(str(n) for n in (below, above) if n)
         yield f"{at} has {n} rows, which do not divide into {unit}.\nNearest valid: {valid}."
+    if schedule.num_slices > 1:
+        yield from _sequences(tree, schedule.num_slices)
+
+
+def _sequences(tree: Tree, num_slices: int) -> Iterator[str]:
+    """Says why the sequences of a batch cannot be cut into slices."""
+    leaves = [(path, shape_of(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)]
+    lengths = {
+        f"batch{jax.tree_util.keystr(path)}": leaf.shape[1]
+        for path, leaf in leaves
+        if leaf is not None and len(leaf.shape) > 1
+    }
+    distinct = sorted(set(lengths.values()))
+    if len(distinct) != 1:
+        shown = ", ".join(f"{at} has {n}" for at, n in lengths.items()) or "no array has any"
+        yield (
+            f"The schedule cuts sequences into {num_slices} slices, so the arrays of a batch must "
+            f"be [rows, sequence, ...], of one length, or [rows]; of second dimensions {shown}."
+        )
+    elif length := distinct[0] % num_slices:
+        valid = ", ".join(str(n) for n in (distinct[0] - length, distinct[0] - length + num_slices))
+        yield (
+            f"The sequences of a batch have {distinct[0]} positions, which do not divide into "
+            f"{num_slices} slices.\nNearest valid: {valid}."
+        )

@@ -32,6 +32,10 @@ def misfits(model: Model) -> Iterator[str]:
             continue
         try:
             inspect.signature(function).bind(*arguments)
+            if kind == "layer" and model.carry is not None:
+                arguments += "carry", "start"
+                call = f"{kind}({', '.join(arguments)})"
+                inspect.signature(function).bind(*arguments)
         except TypeError as error:
             yield f"Model.{name} cannot be called as {call}: {error}."
         except ValueError:  # some built-in functions do not say what they take

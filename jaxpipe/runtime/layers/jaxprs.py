@@ -111,12 +111,12 @@ def signature(eqns: Eqns, given: Sequence[Atom], results: Sequence[Atom]) -> str
     return str(core.Jaxpr((), given, results, eqns, debug_info=source))
 
 
-def reachable(eqns: Eqns, start: Vars) -> Vars:
-    """Finds the variables that depend on any of ``start``."""
-    reached = set(start)
+def reachable(eqns: Eqns, start: Vars, given: Collection[Atom] = ()) -> Vars:
+    """Finds the variables that depend on any of ``start`` where ``given`` is known."""
+    reached = set(start).difference(given)
     for eqn in eqns:
         if any(is_var(v) and v in reached for v in eqn.invars):
-            reached.update(eqn.outvars)
+            reached.update(v for v in eqn.outvars if v not in given)
     return reached
 
 

@@ -17,6 +17,7 @@ from jaxpipe.runtime.layers.calls import output_shapes
 from jaxpipe.runtime.layers.jaxprs import Collective, collectives
 from jaxpipe.runtime.layers.losses import WithLoss, check_layer_loss
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.slices import Carry, carry_of, on_slices
 from jaxpipe.runtime.layers.split import Split, split_layer
 from jaxpipe.runtime.trees import describe
 from jaxpipe.runtime.types import Activation, LayerParams, Shapes, States, Tree
@@ -34,6 +35,8 @@ class LayerKind:
       x: number of the layer's input among `Layers.activations`.
       y: number of its output among them.
       split: its F, B and W.
+      carry: what it hands from slice to slice of a sequence; None where these are whole. Functions
+        and split then have the pair of activation and carry as x and y.
     """
 
     number: int
@@ -42,6 +45,7 @@ class LayerKind:
     x: int
     y: int
     split: Split
+    carry: Carry | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +75,7 @@ def sort_layers(
     frozen: Sequence[LayerParams] | None = None,
     states: Sequence[States] | None = None,
     quantized: Sequence[str | None] = (),
+    num_slices: int = 1,
     remat: str = "none",
     loss_scale: float = 1.0,
     early: bool = True,
@@ -80,7 +85,8 @@ def sort_layers(
 
     Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
     ``frozen``, a tree for each layer, ``quantized``, ``loss_scale`` and ``early`` are as of
-    `split_layer`; ``stage_axis`` is the mesh's axis of stages.
+    `split_layer`; sequences have ``num_slices``, of which x is one; ``stage_axis`` is the mesh's
+    axis of stages.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -102,16 +108,26 @@ def sort_layers(
         function = model.layer_function(n)
         state = None if states is None else states[n]
         constant = None if frozen is None else frozen[n]
-        key = (function, _key(layer_params), _key(constant), here, _key(state))
+        carry = None if num_slices == 1 else model.carry_function(n)
+        key = (function, carry, _key(layer_params), _key(constant), here, _key(state))
         if key not in seen:
             args = (layer_params, list(activations.values())[here], *context)
-            y = _output(function, args, state, n)
+            kept, carried = {} if state is None else {"state": state}, None
+            if carry is not None:
+                carried = carry_of(model, n, args[1], num_slices)
+                kept = {"carry": carried.shapes, "start": jax.ShapeDtypeStruct((), jnp.int32)}
+            y = _output(function, args, kept, n)
             if model.layers_are_alike and _key(y) != _key(args[1]):
                 raise ValueError(
                     f"The layer maps x {describe(args[1])} to {describe(y)}; as the one function "
                     "of all layers it must return what it takes. If layers differ, give "
                     "`Model.layer` a tuple of functions."
                 )
+            # An evaluation runs the function itself, of which derivatives by hand show nothing.
+            alone = jax.make_jaxpr(function)(*args, *kept.values())
+            if carried is not None:
+                function, (own, x, *others) = on_slices(function), args
+                args = own, (x, carried.shapes), *others, kept["start"]
             split = split_layer(
                 function,
                 *args,
@@ -121,38 +137,40 @@ def sort_layers(
                 remat=remat,
                 loss_scale=loss_scale,
                 early=early,
+                appended=() if carried is None else carried.appended,
             )
-            # An evaluation runs the function itself, of which derivatives by hand show nothing.
-            alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
             found = [*split.traced.collectives, *collectives(alone.jaxpr)]
             refuse(barred(f"Layer {n}", found, stage_axis))
             seen[key] = len(kinds)
-            kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split))
+            kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split, carried))
         kind_of.append(seen[key])
         here = kinds[seen[key]].y
     return Layers(tuple(kinds), tuple(kind_of), tuple(activations.values()), first, here)
 
 
 def _output(
-    function: Callable[..., Tree], args: tuple[Shapes, ...], state: States, n: int
+    function: Callable[..., Tree], args: tuple[Shapes, ...], kept: dict[str, Shapes], n: int
 ) -> Activation:
-    """Computes the shape of the activation that a layer passes on."""
+    """Computes the shape of the activation that a layer passes on.
+
+    ``kept`` are its further arguments, the first of which it also returns."""
     layer_params, x, microbatch, rng = args
     given = {"layer_params": layer_params, "x": x, "microbatch": microbatch, "rng": rng}
     name, giver = f"Layer {n}", "the embedding" if n == 0 else f"layer {n - 1}"
-    if state is None:
-        return _handed_on(output_shapes(name, function, giver=giver, **given), n)
-    output = output_shapes(name, function, giver=giver, **given, state=state)
+    output = output_shapes(name, function, giver=giver, **given, **kept)
+    if not kept:
+        return _handed_on(output, n)
+    what, before = next(iter(kept.items()))
     if not isinstance(output, tuple) or len(output) != 2:
         raise ValueError(
-            f"{name} of a stateful model returns {describe(output)}; it must return the pair "
-            "(x, state)."
+            f"{name}, which has a {what}, returns {describe(output)}; it must return the pair "
+            f"(x, {what})."
         )
-    y, new_state = output
-    if _key(new_state) != _key(state):
+    y, after = output
+    if _key(after) != _key(before):
         raise ValueError(
-            f"Layer {n} was given the state {describe(state)} and returns {describe(new_state)}; "
-            "a state must keep its structure, shapes and dtypes."
+            f"Layer {n} was given the {what} {describe(before)} and returns {describe(after)}; "
+            f"a {what} must keep its structure, shapes and dtypes."
         )
     return _handed_on(y, n)
 

@@ -10,7 +10,9 @@ are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
 - values that F gathers over devices only for B are kept in parts, and B gathers them again;
 - values that B gathers over devices cross in parts, and W gathers them again;
 - sums and products that make fewer bytes cross belong to B (the gradient of a norm's scale, the
-  input of a matmul).
+  input of a matmul);
+- buffers of a sequence that slices append to (`jaxpipe.Appended`) are saved by nobody: B and W read
+  them where they lie, and what later slices have appended has no influence.
 
 The cotangent of a layer's own loss (`WithLoss`) is the same for every microbatch: a constant of the
 backward.
@@ -63,6 +65,7 @@ class _Traced:
     x: Tree
     y: Tree  # with the layer's loss and the new state, if there are any
     loss: Shapes  # of the layer's own loss and metrics, or None
+    appended: tuple[bool, ...]  # of the last leaves of x and y, whether slices append to them
     collectives: tuple[jaxprs.Collective, ...]
 
     @cached_property
@@ -85,6 +88,15 @@ class _Traced:
         """The forward's value behind each residual that the backward takes."""
         residuals = self.forward.jaxpr.outvars[self.y.num_leaves :]
         return dict(zip(self.backward.jaxpr.invars, residuals, strict=False))
+
+    @cached_property
+    def buffers(self) -> list[Atom]:
+        """The values of each buffer that slices append to, before F and after it."""
+        count = len(self.appended)
+        before = self.own[: self.num_x][self.num_x - count :]
+        after = self.outputs[: len(self.dy)][len(self.dy) - count :]
+        values = zip(before, after, self.appended, strict=True)
+        return [v for *pair, is_one in values if is_one for v in pair]
 
     @cached_property
     def dy(self) -> list[Atom]:
@@ -174,40 +186,60 @@ class Split:
         return y, [env[v] for v in self.kept_until_b], [env[v] for v in self.kept_until_w]
 
     def backward_input(
-        self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
-    ) -> tuple[Activation, Values]:
-        """Runs B: returns dx, and the values that cross to W."""
-        env = self._run_b(params, until_b, until_w, dy, context, self.read_by_b)
-        return self._dx(env), [env[v] for v in self.crosses]
-
-    def backward_weights(
-        self, params: LayerParams, until_w: Values, crossing: Values, *context: Tree
-    ) -> Gradients:
-        """Runs W: returns dparams."""
-        kept = dict(zip(self.kept_until_w, until_w, strict=True))
-        env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
-        env |= self._residuals(self.read_by_w, params, context, kept)
-        return self._dparams(jaxprs.run_eqns([*self.again, *self.w], env))
-
-    def backward_fused(
-        self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
-    ) -> tuple[Activation, Gradients]:
-        """Runs B and W at once: returns dx and dparams."""
-        read = self.read_by_b | self.read_by_w
-        env = jaxprs.run_eqns(self.w, self._run_b(params, until_b, until_w, dy, context, read))
-        return self._dx(env), self._dparams(env)
-
-    def _run_b(
         self,
         params: LayerParams,
         until_b: Values,
         until_w: Values,
         dy: Activation,
-        context: Tree,
-        read: Vars,
+        *context: Tree,
+        buffers: Sequence[jax.Array] = (),
+    ) -> tuple[Activation, Values]:
+        """Runs B: returns dx, and the values that cross to W.
+
+        ``buffers`` are those that slices append to, as they are now."""
+        kept = self._kept(until_b, until_w, buffers)
+        env = self._run_b(params, kept, dy, context, self.read_by_b)
+        return self._dx(env), [env[v] for v in self.crosses]
+
+    def backward_weights(
+        self,
+        params: LayerParams,
+        until_w: Values,
+        crossing: Values,
+        *context: Tree,
+        buffers: Sequence[jax.Array] = (),
+    ) -> Gradients:
+        """Runs W: returns dparams."""
+        kept = self._kept(None, until_w, buffers)
+        env = jaxprs.consts(self.traced.backward) | dict(zip(self.crosses, crossing, strict=True))
+        env |= self._residuals(self.read_by_w, params, context, kept)
+        return self._dparams(jaxprs.run_eqns([*self.again, *self.w], env))
+
+    def backward_fused(
+        self,
+        params: LayerParams,
+        until_b: Values,
+        until_w: Values,
+        dy: Activation,
+        *context: Tree,
+        buffers: Sequence[jax.Array] = (),
+    ) -> tuple[Activation, Gradients]:
+        """Runs B and W at once: returns dx and dparams."""
+        read, kept = self.read_by_b | self.read_by_w, self._kept(until_b, until_w, buffers)
+        env = jaxprs.run_eqns(self.w, self._run_b(params, kept, dy, context, read))
+        return self._dx(env), self._dparams(env)
+
+    def _kept(self, until_b: Values | None, until_w: Values, buffers: Sequence[jax.Array]) -> Env:
+        """Values of the forward that a backward is given."""
+        kept = dict(zip(self.kept_until_w, until_w, strict=True))
+        if until_b is not None:
+            kept |= dict(zip(self.kept_until_b, until_b, strict=True))
+        twice = [value for value in buffers for _ in range(2)]
+        return kept | dict(zip(self.traced.buffers, twice, strict=True))
+
+    def _run_b(
+        self, params: LayerParams, kept: Env, dy: Activation, context: Tree, read: Vars
     ) -> Env:
-        names, values = [*self.kept_until_b, *self.kept_until_w], [*until_b, *until_w]
-        kept = dict(zip(names, values, strict=True))
         env = jaxprs.consts(self.traced.backward)
         env |= dict(zip(self.traced.dy, jax.tree.leaves(dy), strict=True))
         return jaxprs.run_eqns(self.b, env | self._residuals(read, params, context, kept))
@@ -244,6 +276,7 @@ def split_layer(
     remat: str = "none",
     loss_scale: float = 1.0,
     early: bool = True,
+    appended: tuple[bool, ...] = (),
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.
 
@@ -262,6 +295,8 @@ def split_layer(
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
       early: whether B also runs equations of W where fewer bytes then cross.
+      appended: for the last leaves of x and of y, whether each is a buffer that slices of a
+        sequence append to; B and W are given these as they are then.
 
     Returns:
       The split.
@@ -277,7 +312,8 @@ def split_layer(
     """
     refuse(unknown_remat(remat))
     args = params, frozen, x, context, state
-    traced = _trace(layer, *args, policy=REMAT_POLICIES[remat], loss_scale=loss_scale)
+    policy = REMAT_POLICIES[remat]
+    traced = _trace(layer, *args, policy=policy, loss_scale=loss_scale, appended=appended)
     if any(quantized):
         traced = _with_quantized_matmuls(traced, params, frozen, quantized)
     return _cut(traced, early)
@@ -293,6 +329,7 @@ def _trace(
     *,
     policy: Policy | None,
     loss_scale: float,
+    appended: tuple[bool, ...],
 ) -> _Traced:
     def differentiate(params: LayerParams, context: Tree, x: Activation, state: States) -> Tree:
         trained, fixed = (params, None) if frozen is None else divide(params, frozen)
@@ -341,6 +378,7 @@ def _trace(
         x=jax.tree.structure(x),
         y=jax.tree.structure(outputs),
         loss=loss,
+        appended=appended,
         collectives=tuple(call for jaxpr in both for call in jaxprs.collectives(jaxpr)),
     )
 
@@ -372,7 +410,7 @@ def _with_quantized_matmuls(
 def _cut(traced: _Traced, early: bool) -> Split:
     """Partitions the two flat programs into F, B, W and names what is kept between them."""
     forward, backward, source = traced.forward.jaxpr, traced.backward.jaxpr, traced.source
-    from_x = jaxprs.reachable(forward.eqns, set(traced.own))
+    from_x = jaxprs.reachable(forward.eqns, set(traced.own), traced.buffers)
     b = jaxprs.needed(backward.eqns, traced.dx)
     in_b = {id(eqn) for eqn in b}
     # W repeats what B makes of parameters and context alone (casts, masks) rather than keep it.

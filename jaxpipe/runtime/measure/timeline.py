@@ -93,7 +93,7 @@ def from_stamps(taken: Sequence[Stamp], table: TickTable) -> Timeline:
             start = first.seconds - begin
             parts[-1].append(TimedAction(action, start, start + seconds))
     costs = tuple(
-        _costs(spent, s, schedule.num_microbatches) for s in range(placement.num_virtual_stages)
+        _costs(spent, s, schedule.num_passes) for s in range(placement.num_virtual_stages)
     )
     makespan = max(row[-1].end for row in parts)
     return Timeline(schedule, costs, MEASURED, tuple(map(tuple, parts)), makespan)

@@ -84,7 +84,7 @@ def within(
     results: list[Traced] = []
 
     def body(placed: Placed, batch: Batch, rng: Key, states: States) -> jax.Array:
-        rows = split_rows(batch, pipe.schedule.num_microbatches)
+        rows = split_rows(batch, pipe.schedule.num_microbatches, pipe.schedule.num_slices)
         microbatches, setup = StepMicrobatches(rows, rng), pipe.setup(pipe.table)
         fixed, _ = executor.begin(setup, placed, microbatches, executor.sink_of(setup))
         results.append(read(fixed, microbatches))

@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.tick.microbatches import join_rows
 from jaxpipe.runtime.trees import describe
 from jaxpipe.runtime.types import Batch, Index, Shapes, Tree
 
@@ -74,11 +75,13 @@ class Losses:
 class Outputs:
     """Outputs ``[rows, ...]`` of every microbatch, which are put in the order of the batch's rows.
 
-    ``shapes`` are those of a microbatch.
+    ``shapes`` are those of a microbatch, or of one of its slices, of which there are
+    ``microbatches`` in all.
     """
 
     shapes: Shapes
     microbatches: int
+    num_slices: int
 
     def empty(self) -> Tree:
         def buffer(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -94,11 +97,12 @@ class Outputs:
 
     def result(self, collected: Tree, layer_losses: Tree) -> Tree:
         """This data shard's rows, the same on every stage."""
-        return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), collected)
+        return join_rows(collected, self.num_slices)
 
 
-def check_output(output: Shapes, rows: Batch) -> None:
-    """Raises ValueError if what `Model.output` returns does not begin with a microbatch's rows."""
+def check_output(output: Shapes, rows: Batch, num_slices: int) -> None:
+    """Raises ValueError if what `Model.output` returns does not begin with a microbatch's rows, or
+    with the rows and the positions of a slice."""
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     leaves = jax.tree.leaves(output)
     if not leaves or any(leaf.shape[:1] != (num_rows,) for leaf in leaves):
@@ -107,3 +111,11 @@ def check_output(output: Shapes, rows: Batch) -> None:
             f"is the {num_rows} rows of a microbatch. What is not per row is a metric of "
             "`Model.head_loss`."
         )
+    if num_slices > 1:
+        length = next(w.shape[1] for w in jax.tree.leaves(rows) if w.ndim > 1)
+        if any(leaf.shape[1:2] != (length,) for leaf in leaves):
+            raise ValueError(
+                f"Model.output returns {describe(output)} for a slice of a sequence; its arrays "
+                f"must begin with rows and the {length} positions of the slice. Use a schedule "
+                "without slices for other outputs."
+            )

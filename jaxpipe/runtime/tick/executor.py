@@ -28,12 +28,12 @@ from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, Setup
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, GradientSink, Setup
 from jaxpipe.runtime.tick.gradients import Summed
 from jaxpipe.runtime.tick.inputs import no_gradients
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
-from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
+from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches, join_rows
 from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
@@ -74,7 +74,7 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     carried = carried.but(input_gradients=no_gradients(rows, setup.inputs))
     value, carried, states = run_ticks(fixed, batch, carried)
     gradients = None if sink is None else sink.result(fixed, carried)
-    by_row = [w.reshape(-1, *w.shape[2:]) for w in carried.input_gradients]
+    by_row = join_rows(carried.input_gradients, setup.num_slices)
     axes = fixed.axes
     # Devices along the model's axes read the same rows, and each stage reads some of them.
     by_row = lax.psum(by_row, axes.model if setup.table.together else (axes.stage, *axes.model))
@@ -116,9 +116,9 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
 
     shapes = buffer_shapes(fixed)
     residuals = {
-        name: kept.filled(fixed.table.num_slots[name], empty)
+        # What later slices have not appended yet has no influence, but must be finite.
+        name: kept.filled(fixed.table.num_slots[name], empty if name in RESIDUALS else _zeros)
         for name, kept in fixed.residuals.items()
-        if name in shapes
     }
     found = {
         name: jax.tree.map(jnp.zeros_like if name in _SUMS else empty, shape)
@@ -143,6 +143,10 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
     )
 
 
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
 def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
     """Shapes of every buffer that the tick loop carries, by name; they follow from the schedule."""
     slots = fixed.table.num_slots
@@ -150,10 +154,10 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
     if late := {channel.kind for channel in fixed.table.channels if channel.late_edges}:
         shapes["sent"] = {kind: fixed.message_shape() for kind in late}
     shapes |= fixed.weights.shapes(fixed)
+    shapes |= {name: kept.shapes(slots[name]) for name, kept in fixed.residuals.items()}
     if fixed.gradients is None:
         return shapes
     shapes["dy"] = fixed.messages.shapes(slots["dy"])
-    shapes |= {name: kept.shapes(slots[name]) for name, kept in fixed.residuals.items()}
     return shapes | fixed.gradients.shapes(fixed)
 
 

@@ -55,6 +55,8 @@ from jaxpipe.schedule.lowering.table import Cell, Pairs, Row, TickTable, Transfe
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
+CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
+"""What it hands from slice to slice of a sequence: forwards, and its cotangent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,11 @@ class Setup:
         return [
             name_of((DictKey("layers"), *path)) if dtype == E4M3 else None for path, dtype in dtypes
         ]
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of a sequence."""
+        return self.table.schedule.num_slices
 
     @property
     def trains(self) -> bool:
@@ -287,10 +294,48 @@ class LayerWork(Work):
         """The layer's stage, chunk and number."""
         return self.fixed.stage, self.cell.chunk, self.layer
 
-    def context(self) -> tuple[Batch, Key]:
-        """The microbatch's rows, and the layer's key."""
+    def context(self) -> tuple[Tree, ...]:
+        """The microbatch's rows, the layer's key and, of a slice, its place in the sequence."""
         layer = self.fixed.first_layer[self.cell.chunk] + self.layer
-        return self.fixed.context(self.batch, self.cell.microbatch, layer)
+        context = self.fixed.context(self.batch, self.cell.microbatch, layer)
+        if self.kind.carry is None:
+            return context
+        length = next(w.shape[1] for w in jax.tree.leaves(context[0]) if w.ndim > 1)
+        return *context, self.slice_number * length
+
+    @property
+    def slice_number(self) -> Index:
+        """Number of the slice within its sequence."""
+        return self.cell.microbatch % self.fixed.setup.num_slices
+
+    def carry(self, x: Activation, values: list[jax.Array]) -> Tree:
+        """The carry that F of a slice is given, from the values in its slot: a first slice has an
+        empty one."""
+        carry = self.kind.carry
+        assert carry is not None
+        empty, first = jax.tree.leaves(carry.empty(x)), self.slice_number == 0
+        chosen = [
+            value if appended else jnp.where(first, start, value)
+            for value, start, appended in zip(values, empty, carry.appended, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(carry.shapes), chosen)
+
+    def carry_gradient(self, values: list[jax.Array]) -> Tree:
+        """The carry's cotangent that the backward of a slice is given: zeros for a last slice."""
+        assert self.kind.carry is not None
+        last = self.slice_number == self.fixed.setup.num_slices - 1
+        chosen = [jnp.where(last, 0, value) for value in values]
+        return jax.tree.unflatten(jax.tree.structure(self.kind.carry.shapes), chosen)
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """The name of the carry if B and W read any of it where it lies."""
+        return (CARRY,) if self.kind.carry is not None and any(self.kind.carry.appended) else ()
+
+    def buffers(self, carry: Sequence[jax.Array] = ()) -> list[jax.Array]:
+        """The arrays of a carry to which slices append."""
+        appended = self.kind.carry.appended if carry and self.kind.carry else ()
+        return [value for value, is_one in zip(carry, appended, strict=True) if is_one]
 
     def weights(self) -> tuple[list[Stored], list[Stored], Tree]:
         """The layer's weights as they are stored, scales of those that are quantized, and what it

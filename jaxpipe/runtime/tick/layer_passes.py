@@ -28,7 +28,7 @@ from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Work
+from jaxpipe.runtime.tick.fixed import CARRY, CARRY_GRADIENT, Fixed, LayerWork, Work
 from jaxpipe.runtime.tick.messages import INBOX, Inboxes
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.stamps import behind
@@ -203,7 +203,10 @@ def _forward(work: LayerWork, through: Through) -> Through:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.messages[INBOX[work.action]])
-    args = work.params(weights), fixed.activation(message, kind.x), *work.context()
+    x = fixed.activation(message, kind.x)
+    if kind.carry is not None:
+        x = x, work.carry(x, *work.saved(through.carried, CARRY))
+    args = work.params(weights), x, *work.context()
     state = _layer_state(work, through)
     if fixed.setup.trains and work.action is fixed.setup.leaves:
         y, until_b, until_w = kind.split.forward(*args, state=state)
@@ -218,30 +221,42 @@ def _forward(work: LayerWork, through: Through) -> Through:
     if isinstance(y, WithLoss):
         through = _add_loss(through, y.loss) if work.action is Kind.F else through
         y = y.x
+    if kind.carry is not None:
+        y, carry = y
+        through = _save(work, through, carry=jax.tree.leaves(carry))
     return through.handing(work.action, fixed.message(message, kind.y, y))
 
 
 def _backward(work: LayerWork, through: Through) -> Through:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    read = work.weights(), *work.saved(through.carried, "until_b", "until_w")
-    (weights, *residuals), message = tie(read, through.messages[INBOX[work.action]])
+    read = work.weights(), *work.saved(through.carried, "until_b", "until_w", *work.carries)
+    (weights, until_b, until_w, *carry), message = tie(read, through.messages[INBOX[work.action]])
     run = kind.split.backward_fused if fused else kind.split.backward_input
+    dy = fixed.activation(message, kind.y)
+    if kind.carry is not None:
+        dy = dy, work.carry_gradient(*work.saved(through.carried, CARRY_GRADIENT))
     dx, rest = run(
         work.params(weights),
-        *residuals,
-        fixed.activation(message, kind.y),
+        until_b,
+        until_w,
+        dy,
         *work.context(),
+        buffers=work.buffers(*carry),
     )
+    if kind.carry is not None:
+        dx, dcarry = dx
+        through = _save(work, through, carry_gradient=jax.tree.leaves(dcarry))
     keep = _add_gradient(work, through, rest) if fused else _save(work, through, crossing=rest)
     return keep.handing(work.action, fixed.message(message, kind.x, dx))
 
 
 def _backward_weights(work: LayerWork, through: Through) -> Through:
-    read = work.weights(), *work.saved(through.carried, "until_w", "crossing")
-    (weights, *residuals), sums = tie_to_smallest(read, through.carried.gradients)
-    split = work.kind.split
-    dparams = split.backward_weights(work.params(weights), *residuals, *work.context())
+    read = work.weights(), *work.saved(through.carried, "until_w", "crossing", *work.carries)
+    (weights, until_w, crossing, *carry), sums = tie_to_smallest(read, through.carried.gradients)
+    dparams = work.kind.split.backward_weights(
+        work.params(weights), until_w, crossing, *work.context(), buffers=work.buffers(*carry)
+    )
     return _add_gradient(work, through.but(gradients=sums), dparams)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.types import Batch, Index, Key
+from jaxpipe.runtime.types import Batch, Index, Key, Tree
 
 
 class Microbatches(Protocol):
@@ -21,9 +22,35 @@ class Microbatches(Protocol):
         `jaxpipe.runtime.tick.fixed.Fixed.weighed`."""
 
 
-def split_rows(batch: Batch, num_microbatches: int) -> Batch:
-    """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view."""
-    return jax.tree.map(lambda w: w.reshape(-1, num_microbatches, *w.shape[1:]), batch)
+def split_rows(batch: Batch, num_microbatches: int, num_slices: int = 1) -> Batch:
+    """One data shard's leaves ``[rows, ...]`` as ``[rows of a microbatch, m, ...]``: a view.
+
+    With k slices, leaves ``[rows, sequence, ...]`` become ``[rows of a microbatch, m k, sequence /
+    k, ...]``, also a view, and what has only rows is the same for all slices.
+    """
+
+    def split(w: jax.Array) -> jax.Array:
+        if num_slices == 1:
+            return w.reshape(-1, num_microbatches, *w.shape[1:])
+        if w.ndim == 1:
+            return jnp.repeat(w.reshape(-1, num_microbatches), num_slices, axis=1)
+        length = w.shape[1] // num_slices
+        return w.reshape(-1, num_microbatches * num_slices, length, *w.shape[2:])
+
+    return jax.tree.map(split, batch)
+
+
+def join_rows(parts: Tree, num_slices: int = 1) -> Tree:
+    """Undoes `split_rows`; what has only rows is summed over the slices."""
+
+    def join(w: jax.Array) -> jax.Array:
+        if num_slices == 1:
+            return w.reshape(-1, *w.shape[2:])
+        if w.ndim == 2:
+            return w.reshape(-1, num_slices).sum(axis=1)
+        return w.reshape(-1, num_slices * w.shape[2], *w.shape[3:])
+
+    return jax.tree.map(join, parts)
 
 
 class StepMicrobatches(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout, layer_rows
 from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
 from jaxpipe.runtime.tick.fixed import (
+    CARRY,
+    CARRY_GRADIENT,
     RESIDUALS,
     RESIDUALS_OF_F,
     Fixed,
@@ -65,6 +67,7 @@ def fix(
         frozen=frozen[0] if frozen else None,
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
         quantized=setup.quantized,
+        num_slices=setup.num_slices,
         remat=setup.options.remat,
         loss_scale=mean_scale(setup),
         early=setup.early,
@@ -86,11 +89,11 @@ def fix(
         kind_of=jnp.asarray(kind_of)[stage],
         residuals={
             name: SharedBuffers(
-                [getattr(kind.split, name) for kind in layers.kinds],
+                values,
                 kind_of,
                 on_host=name in RESIDUALS_OF_F and setup.options.residuals == "host",
             )
-            for name in RESIDUALS
+            for name, values in _left_behind(layers, setup).items()
         },
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
         collector=collector,
@@ -99,6 +102,16 @@ def fix(
     if not setup.table.together:
         refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
     return fixed
+
+
+def _left_behind(layers: Layers, setup: Setup) -> dict[str, list[Sequence[Shapes]]]:
+    """Lists the shapes of what each kind of layer leaves behind, by name."""
+    names = RESIDUALS if setup.trains else ()
+    values = {name: [getattr(kind.split, name) for kind in layers.kinds] for name in names}
+    if setup.num_slices > 1:
+        carries = [jax.tree.leaves(kind.carry.shapes) for kind in layers.kinds if kind.carry]
+        values |= dict.fromkeys((CARRY, CARRY_GRADIENT) if setup.trains else (CARRY,), carries)
+    return values
 
 
 def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> Iterator[str]:
@@ -156,8 +169,8 @@ def _leaving(
         rng=rng,
     )
     if setup.outputs:
-        check_output(result, rows)
-        return Outputs(result, passes), None
+        check_output(result, rows, setup.num_slices)
+        return Outputs(result, passes, setup.num_slices), None
     losses.check_head_loss(result)
     of_layers = losses_of_layers(layers)
     losses.check_metrics_of_layers(of_layers, result)

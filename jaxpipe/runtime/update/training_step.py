@@ -83,7 +83,9 @@ def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> 
     setup, applied = pipe.setup(pipe.chunk_table), Applied(placed_optimizer)
 
     def body(params: Placed, state: Tree, batch: Batch, rng: Key, states: States) -> Tree:
-        rows = StepMicrobatches(split_rows(batch, pipe.schedule.num_microbatches), rng)
+        rows = StepMicrobatches(
+            split_rows(batch, pipe.schedule.num_microbatches, pipe.schedule.num_slices), rng
+        )
         fixed, held = executor.begin(setup, params, rows, applied)
         outer = executor.outer_gradients_like(setup, held)
         carried = executor.start(fixed, held, outer, states)

@@ -159,12 +159,16 @@ class Lowering:
         names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
         self._slots = {name: np.zeros(self.shape, np.int64) for name in names}
         self._slots |= {name: self._colour(*life) for name, life in lives.items()}
+        carries = self._lives_of_carries() if schedule.num_slices > 1 else {}
+        for name, life in carries.items():
+            self._slots[name] = np.repeat(self._colour(*life), schedule.num_slices, axis=1)
         self._enters, self._slots["x"] = self._enter(*lives["x"], self._slots["x"])
         self._returned, self._slots["dy"] = self._leave(lives.get("dy"), self._slots["dy"])
         self.channels = tuple(self._channels())
         self.exchanges, self.exchange = self._exchanges()
         self.num_slots = {
-            name: 1 + int(self._slots[name].max()) if name in lives else 0 for name in names
+            name: 1 + int(slots.max()) if name in lives or name in carries else 0
+            for name, slots in self._slots.items()
         }
 
     def table(
@@ -247,9 +251,24 @@ class Lowering:
             lives["crossing"] = (_at(self.ticks[Kind.B], Phase.BACKWARD), frees)
         return lives
 
+    def _lives_of_carries(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Computes the same for what layers hand from slice to slice, ``[virtual stages, m]``."""
+        of_sequences = len(self.stage_of), -1, self.schedule.num_slices
+        forward = _at(self.ticks[Kind.F], Phase.FORWARD).reshape(of_sequences)
+        if not self.trains:
+            return {"carry": (forward[..., 0], forward[..., -1])}
+        back = _at(self.ticks[self.backward], Phase.BACKWARD).reshape(of_sequences)
+        last = back
+        if self.backward is Kind.B:
+            last = _at(self.ticks[Kind.W], Phase.WEIGHTS).reshape(of_sequences)
+        return {
+            "carry": (forward[..., 0], last.max(axis=-1)),
+            "carry_gradient": (back[..., -1], back[..., 0]),
+        }
+
     def _colour(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Assigns the slots of one buffer, as few on every stage as possible."""
-        slots = np.zeros(self.shape, np.int64)
+        slots = np.zeros(start.shape, np.int64)
         for own_stages in map(list, self.schedule.placement.virtual_stages):
             colours = colour_intervals(start[own_stages].reshape(-1), end[own_stages].reshape(-1))
             slots[own_stages] = colours.reshape(len(own_stages), -1)
@@ -311,6 +330,8 @@ class Lowering:
             "weights": weights.slots[selected],
             "gradient": gradients.slots[selected],
         }
+        carries = self._slots.keys() & {"carry", "carry_gradient"}
+        values |= {name: slots[name][place] for name in carries}
         fields = {}
         for name, value in values.items():
             fields[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)

@@ -41,6 +41,8 @@ class Cell:
       crossing: slot of the values that go from B to W.
       weights: weight slot (sharded weights only).
       gradient: gradient slot (sharded gradients only).
+      carry: slot of what layers hand from slice to slice of a sequence (slices only).
+      carry_gradient: slot of its cotangent.
     """
 
     layers: Integer
@@ -52,6 +54,8 @@ class Cell:
     crossing: Integer
     weights: Integer
     gradient: Integer
+    carry: Integer = None
+    carry_gradient: Integer = None
 
 
 class Arrival(NamedTuple):
@@ -243,7 +247,8 @@ class TickTable:
         cotangents reach the embedding, and the slots in which they wait on the first stage; `NONE`
         for this tick's.
       gathers, reduces: data-axis transfers.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, and, with slices,
+        carry, carry_gradient.
       exchanges: the distinct sets of messages between stages that end a tick, each as the pairs
         that it connects on every channel.
       exchange: int32 ``[ticks]``: number of the tick's.

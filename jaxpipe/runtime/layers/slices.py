@@ -1,0 +1,91 @@
+"""Layers that run a sequence slice by slice, and carry what later slices read.
+
+A layer that mixes the tokens of a sequence is given, beside a slice of its input, what it has left
+behind after the slices before: a tree of arrays, its carry. Keys and values of attention are
+buffers for the whole sequence, to which every slice appends its own (`Appended`); recurrent layers
+carry their state. The pipeline keeps one carry for every layer and sequence in flight, and in the
+backward, which takes the slices from the last to the first, its cotangent.
+
+Source: Li et al., "TeraPipe", arXiv 2102.07988; Sun et al., "Seq1F1B", arXiv 2406.03488.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpipe.runtime.layers.losses import WithLoss
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.types import Activation, Batch, Index, Key, LayerParams, Shapes, Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Appended:
+    """Marks an array of a carry as a buffer of the whole sequence, to which slices append.
+
+    A layer writes the positions of its slice, and its results do not depend on later positions,
+    whatever finite values lie there. So a backward may read the buffer as later slices have left
+    it, and no slice keeps a copy.
+
+    Args:
+      array: the empty buffer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def carry(x, num_slices):  # of a layer with one key of 8 numbers for each token
+      ...     rows, length, _ = x.shape
+      ...     return {"keys": Appended(jnp.zeros((rows, num_slices * length, 8), x.dtype))}
+    """
+
+    array: jax.Array
+
+
+class Carry(NamedTuple):
+    """The carry of a kind of layer.
+
+    Args:
+      empty: makes the carry of a first slice from that slice of the layer's input.
+      shapes: its shapes.
+      appended: for each of its arrays, whether slices append to it.
+    """
+
+    empty: Callable[[Activation], Tree]
+    shapes: Shapes
+    appended: tuple[bool, ...]
+
+
+def carry_of(model: Model, layer: int, x: Activation, num_slices: int) -> Carry:
+    """Makes the carry of a layer, by its canonical number, that is given slices like ``x``."""
+
+    def marked(x: Activation) -> Tree:
+        return jax.tree.map(jnp.asarray, model.carry_function(layer)(x, num_slices))
+
+    def is_marked(value: Tree) -> bool:
+        return isinstance(value, Appended)
+
+    def empty(x: Activation) -> Tree:
+        return jax.tree.map(lambda w: w.array if is_marked(w) else w, marked(x), is_leaf=is_marked)
+
+    leaves = jax.tree.leaves(jax.eval_shape(marked, x), is_leaf=is_marked)
+    return Carry(empty, jax.eval_shape(empty, x), tuple(map(is_marked, leaves)))
+
+
+def on_slices(layer: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Makes of a layer that carries one that maps the pair of x and the carry to the next pair."""
+
+    def run(
+        params: LayerParams,
+        x: tuple[Activation, Tree],
+        microbatch: Batch,
+        rng: Key,
+        start: Index,
+    ) -> Tree:
+        y, carry = layer(params, x[0], microbatch, rng, x[1], start)
+        return WithLoss((y.x, carry), y.loss) if isinstance(y, WithLoss) else (y, carry)
+
+    return run

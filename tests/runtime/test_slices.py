@@ -1,0 +1,229 @@
+"""Slices of a sequence as passes of a pipeline give the gradients of whole sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpipe
+from jaxpipe import testing
+from jaxpipe.runtime.measure import traced
+
+ROWS, LENGTH, WIDTH, LAYERS, TOKENS = 8, 16, 6, 8, 11
+
+
+def _attention(w, x, batch, rng, carry=None, start=0):
+    """Causal attention within documents."""
+    q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+    documents = batch["documents"]
+    own = documents
+    if carry is not None:
+        k = jax.lax.dynamic_update_slice(carry["k"], k, (0, start, 0))
+        v = jax.lax.dynamic_update_slice(carry["v"], v, (0, start, 0))
+        documents = jax.lax.dynamic_update_slice(carry["documents"], 1.0 * own, (0, start))
+        carry = {"k": k, "v": v, "documents": documents}
+    position = start + jnp.arange(q.shape[1])
+    seen = position[:, None] >= jnp.arange(k.shape[1])
+    seen = seen & (own[:, :, None] == documents[:, None])
+    scores = jnp.where(seen, q @ k.swapaxes(1, 2) * WIDTH**-0.5, -jnp.inf)
+    y = x + jnp.tanh(jax.nn.softmax(scores) @ v @ w["out"])
+    return y if carry is None else (y, carry)
+
+
+def _empty_cache(x, num_slices):
+    rows, length, width = x.shape
+    keys = jnp.zeros((rows, num_slices * length, width), x.dtype)
+    return {
+        "k": jaxpipe.Appended(keys),
+        "v": jaxpipe.Appended(keys),
+        "documents": jaxpipe.Appended(jnp.zeros(keys.shape[:2])),
+    }
+
+
+def _recurrent(w, x, batch, rng, carry=None, start=0):
+    """A decaying sum of the inputs, from a learned projection, that starts at 1/2."""
+
+    def step(state, token):
+        state = jnp.tanh(0.9 * state + token)
+        return state, state
+
+    whole = carry is None
+    state = _half(x, 1) if whole else carry
+    state, y = jax.lax.scan(step, state, jnp.moveaxis(x @ w["in"], 1, 0))
+    y = x + jnp.moveaxis(y, 0, 1) @ w["out"]
+    return y if whole else (y, state)
+
+
+def _half(x, num_slices):
+    return jnp.full_like(x[:, 0], 0.5)
+
+
+def _params(key, layers):
+    keys = jax.random.split(key, 2 + LAYERS)
+
+    def normal(key, *shape):
+        return 0.5 * jax.random.normal(key, shape)
+
+    names = {"attention": ("qkv", 3), "recurrent": ("in", 1)}
+    weights = [
+        {
+            names[kind][0]: normal(key, WIDTH, names[kind][1] * WIDTH),
+            "out": normal(jax.random.fold_in(key, 1), WIDTH, WIDTH),
+        }
+        for kind, key in zip(layers, keys[2:], strict=True)
+    ]
+    if len(set(layers)) == 1:
+        weights = jax.tree.map(lambda *w: jnp.stack(w), *weights)
+    else:
+        weights = tuple(weights)
+    head = normal(keys[1], WIDTH, TOKENS)
+    return {"embed": normal(keys[0], TOKENS, WIDTH), "layers": weights, "head": head}
+
+
+def _loss(outer, x, batch, rng):
+    scores = jax.nn.log_softmax(batch["gain"][:, None, None] * x @ outer["head"])
+    losses = -jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
+    weights = batch["weights"][:, None] * (batch["targets"] > 0)
+    return jaxpipe.Weighted((weights * losses).sum(), weights.sum())
+
+
+def _model(*layers):
+    functions = {"attention": _attention, "recurrent": _recurrent}
+    carries = {"attention": _empty_cache, "recurrent": _half}
+    alike = len(set(layers)) == 1
+    return jaxpipe.Model(
+        embed=lambda outer, batch, rng: outer["embed"][batch["tokens"]] + batch["x"],
+        layer=functions[layers[0]] if alike else [functions[kind] for kind in layers],
+        head_loss=_loss,
+        carry=carries[layers[0]] if alike else [carries[kind] for kind in layers],
+        output=lambda outer, x, batch, rng: x @ outer["head"],
+    )
+
+
+def _batch():
+    keys = jax.random.split(jax.random.key(1), 6)
+    shape = ROWS, LENGTH
+    return {
+        "tokens": jax.random.randint(keys[0], shape, 0, TOKENS),
+        "targets": jax.random.randint(keys[1], shape, 0, TOKENS),
+        "documents": jnp.sort(jax.random.randint(keys[2], shape, 0, 3)),
+        "weights": jax.random.uniform(keys[3], (ROWS,), minval=0.5),
+        "gain": jax.random.uniform(keys[4], (ROWS,), minval=0.5),
+        "x": jax.random.normal(keys[5], (*shape, WIDTH)),
+    }
+
+
+KINDS = {
+    "attention": ("attention",) * LAYERS,
+    "recurrent": ("recurrent",) * LAYERS,
+    "hybrid": ("attention", "recurrent") * (LAYERS // 2),
+}
+
+
+@functools.cache
+def _case(kind):
+    return _model(*KINDS[kind]), _params(jax.random.key(0), KINDS[kind])
+
+
+CASES = [
+    ("1f1b-fused", 2, "attention", "none", 0),
+    ("1f1b", 4, "attention", "dots", 3),
+    ("zb-h1", 8, "attention", "full", 2),
+    ("interleaved", 2, "recurrent", "full", 3),
+    ("interleaved-zb", 4, "recurrent", "none", 1),
+    ("interleaved-fused", 4, "hybrid", "dots", 2),
+    ("zb-h1", 2, "hybrid", "none", 0),
+]
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("name", "slices", "kind", "remat", "zero"), CASES)
+def test_slices_match_whole_sequences(name, slices, kind, remat, zero):
+    model, params = _case(kind)
+    schedule = jaxpipe.schedules.build(name, stages=2, microbatches=2, slices=slices)
+    testing.assert_matches_unpipelined(
+        model,
+        params,
+        _batch(),
+        schedules=[schedule],
+        meshes=[jaxpipe.make_mesh(stage=2, data=2)],
+        remat=remat,
+        zero=zero,
+    )
+
+
+def _sliced(slices: int, **options) -> jaxpipe.Pipeline:
+    model, params = _case("hybrid")
+    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=slices)
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    return jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, **options)
+
+
+@pytest.mark.pipeline
+def test_outputs_of_slices_are_those_of_sequences():
+    model, params = _case("hybrid")
+    pipe = _sliced(4)
+    outputs = pipe.outputs(pipe.place(params), _batch())
+    expected = jaxpipe.unpipelined.outputs(model, params, _batch())
+    assert outputs.shape == (ROWS, LENGTH, TOKENS)
+    assert jnp.allclose(outputs, expected, rtol=1e-5, atol=1e-5 * jnp.abs(expected).max())
+
+
+@pytest.mark.pipeline
+def test_inputs_have_gradients_whether_they_are_cut_or_not():
+    model, params = _case("hybrid")
+    pipe, batch = _sliced(4), _batch()
+    inputs = {name: batch[name] for name in ("x", "gain")}
+
+    def loss(inputs, of, params):
+        return of(params, batch | inputs)
+
+    found = jax.jit(jax.grad(loss), static_argnums=1)(inputs, pipe.loss, pipe.place(params))
+    of_model = functools.partial(jaxpipe.unpipelined.loss, model)
+    expected = jax.grad(loss)(inputs, of_model, params)
+    for name in inputs:
+        assert jnp.allclose(found[name], expected[name], atol=1e-6)
+
+
+def test_no_slice_keeps_a_copy_of_what_slices_append_to():
+    model, params = _case("attention")
+    for remat in ("none", "dots", "full"):
+        schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=4)
+        mesh = jaxpipe.make_mesh(stage=2)
+        pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, remat=remat)
+        split = traced.layers(pipe, _batch())[0].kinds[0].split
+        kept = [*split.until_b, *split.until_w, *split.crossing]
+        assert (ROWS // 2, LENGTH, WIDTH) not in {leaf.shape for leaf in kept}
+
+
+def _hands_on_all(w, x, batch, rng, carry=None, start=0):
+    return x if carry is None else (x, x)
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch", "slices", "says"),
+    [
+        ({"carry": None}, {}, 4, "cuts sequences into 4 slices, and Model.carry is None"),
+        ({}, {"targets": jnp.zeros((ROWS, 18), int)}, 4, r"\['targets'\] has 18"),
+        ({}, {}, 3, r"16 positions.*into 3 slices.\nNearest valid: 15, 18"),
+        ({"layer": _hands_on_all}, {}, 4, "must keep its structure, shapes"),
+        ({"layer": lambda w, x, batch, rng: x}, {}, 4, "start"),
+        ({"stateful": True}, {}, 4, "may have a carry or a state, not both"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(changes, batch, slices, says):
+    model, params = _case("recurrent")
+    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=slices)
+
+    def run():
+        changed = dataclasses.replace(model, **changes)
+        mesh = jaxpipe.make_mesh(stage=2)
+        pipe = jaxpipe.Pipeline(changed, params, schedule=schedule, mesh=mesh)
+        pipe.loss(pipe.place(params), _batch() | batch)
+
+    with pytest.raises(ValueError, match=says):
+        run()
