@@ -7,7 +7,6 @@ and the stage, the same for numpy's arrays and traced ones.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -218,7 +217,7 @@ def steady_table(
         schedule=schedule,
         layer_counts=tuple(layer_counts),
         passes={
-            kind: table.Cell(**{k: column(v) for k, v in dataclasses.asdict(cell).items()})
+            kind: table.Cell(**{k: column(v) for k, v in vars(cell).items() if v is not None})
             for kind, cell in row.cells.items()
             if kind is not Kind.R
         },
