@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpipe import Appended
 from models import rotary
 from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm, soft_capped
+from models.context import Context
 from models.gpt_config import GPTConfig
 from models.sharing import Sharing
 
@@ -46,7 +48,8 @@ class Attention(nnx.Module):
                 for _ in range(2)
             )
 
-    def __call__(self, x_BTE, documents_BS=None):
+    def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
+        """Mixes the tokens of whole sequences, or of slices from ``start``: see `attend`."""
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         x_BTE = tensor.gather(x_BTE)
         num_rows, length, _ = x_BTE.shape
@@ -56,26 +59,84 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.positions == "rotary":
             turns_H = rotary.frequencies(config, is_local=self.is_local)
-            positions_T = context.own(jnp.arange(length * context.size), 0)
+            positions_T = start + context.own(jnp.arange(length * context.size), 0)
             q_BTNH, k_BTKH = (rotary.rotate(w, turns_H, positions_T) for w in (q_BTNH, k_BTKH))
-        attention = configured(config, self.is_local, documents_BS)
+        attention = configured(config, self.is_local)
         if config.attention_sinks:
             attention = functools.partial(attention, sinks_N=self.sinks[...])
-        mixed_BTNH = context.attend(attention, q_BTNH, k_BTKH, v_BTKH)
-        return self.out(mixed_BTNH.reshape(num_rows, length, -1), tensor.scatter)
+        mixed_BTNH, cache = attend(
+            context, attention, (q_BTNH, k_BTKH, v_BTKH), documents_BS, cache, start
+        )
+        return self.out(mixed_BTNH.reshape(num_rows, length, -1), tensor.scatter), cache
 
 
-def configured(
-    config: GPTConfig, is_local: bool, documents_BS: jax.Array | None
-) -> Callable[..., jax.Array]:
+def configured(config: GPTConfig, is_local: bool) -> Callable[..., jax.Array]:
     """Makes `causal_attention` of a layer."""
     return functools.partial(
         causal_attention,
         scale=config.score_scale,
         window=config.window if is_local else None,
         soft_cap=config.attention_soft_cap,
-        documents_BS=documents_BS,
     )
+
+
+Cache = dict[str, jax.Array]
+"""Keys and values [B, S, K, H] of whole sequences and, where these hold documents, their numbers
+[B, S], in floating point: what attention hands from slice to slice."""
+
+
+def empty_cache(
+    config: GPTConfig, sharing: Sharing, x_BTE: jax.Array, microbatch: Cache, num_slices: int
+) -> dict[str, Appended]:
+    """Makes the cache of a first slice, as `jaxpipe.Model.carry`."""
+    size = sharing.tensor.size
+    length = num_slices * x_BTE.shape[1] * size * sharing.context.size
+    heads, width = max(config.kv_heads // size, 1), config.head_width
+    if config.kv_rank is not None:
+        heads, width = config.num_heads // size, config.score_width
+    shape = x_BTE.shape[0], length, heads, width
+    kept_BSKH = Appended(jnp.zeros(shape, config.compute_dtype))
+    cache = {"keys": kept_BSKH, "values": kept_BSKH}
+    if "documents" in microbatch:
+        cache["documents"] = Appended(jnp.zeros(shape[:2]))
+    return cache
+
+
+def attend(
+    context: Context,
+    attention: Callable[..., jax.Array],
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    documents_BS: jax.Array | None,
+    cache: Cache | None,
+    start: jax.Array | int,
+) -> tuple[jax.Array, Cache | None]:
+    """Runs causal attention for a device's queries, over whole sequences or slices of them.
+
+    Args:
+      context: the devices that share a sequence.
+      attention: `causal_attention`, as configured.
+      qkv: queries, keys and values of this device's tokens.
+      documents_BS: numbers of the documents of all tokens; None for one document per row.
+      cache: what the slices before have left; None for whole sequences.
+      start: position of the slice's first token.
+
+    Returns:
+      The mixed values, and the cache with the slice's part.
+    """
+    if cache is None:
+        return context.attend(functools.partial(attention, documents_BS=documents_BS), *qkv), None
+    q_BTNH, *of_keys = qkv
+    new = dict(zip(("keys", "values"), map(context.gather, of_keys), strict=True))
+    if documents_BS is not None:
+        new["documents"] = documents_BS.astype(jnp.float32)
+    cache = {
+        name: jax.lax.dynamic_update_slice_in_dim(cache[name], part, start, axis=1)
+        for name, part in new.items()
+    }
+    positions_T = start + context.own(jnp.arange(new["keys"].shape[1]), 0)
+    keys_values = cache["keys"], cache["values"]
+    documents_BS = cache.get("documents")
+    return attention(q_BTNH, *keys_values, positions_T, documents_BS=documents_BS), cache
 
 
 def causal_attention(

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxpipe import Model, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
-from models.attention import Attention, visible
+from models.attention import Attention, empty_cache, visible
 from models.blocks import GATED, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
@@ -73,8 +73,8 @@ class Block(nnx.Module):
         self.mlp = make(config, rngs, sharing)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x, documents=None):
-        attended = self.attention(self.attention_norm(x), documents)
+    def __call__(self, x, documents=None, cache=None, start=0):
+        attended, cache = self.attention(self.attention_norm(x), documents, cache, start)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
         x = x + self.sharing.dropout(self.attention_dropout, attended)
@@ -84,7 +84,8 @@ class Block(nnx.Module):
         if self.config.post_norm:
             y = self.mlp_post_norm(y)
         x = x + self.sharing.dropout(self.mlp_dropout, y)
-        return x if loss is None else WithLoss(x, loss)
+        x = x if loss is None else WithLoss(x, loss)
+        return x if cache is None else (x, cache)
 
 
 def init(config: GPTConfig, rng: jax.Array) -> PyTree:
@@ -145,9 +146,11 @@ def model(
     """Makes the GPT as the three functions that a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
-    ``tokens[:, 1:]``, S at most ``sequence_length``. With ``documents``, int32 [rows, S], a token
-    only sees tokens of its own document, and learned positions begin anew with each document. With
-    ``bias_speed`` the model is stateful: `init_state` makes its state, and `end_step` ends a step.
+    ``tokens[:, 1:]``, S at most ``sequence_length``; or, as slices of sequences need it,
+    ``{"tokens", "targets"}``, both [rows, S], with ``positions`` if these are learned. With
+    ``documents``, int32 [rows, S], a token only sees tokens of its own document, and learned
+    positions begin anew with each document. With ``bias_speed`` the model is stateful: `init_state`
+    makes its state, and `end_step` ends a step.
 
     Args:
       config: the model's shape.
@@ -174,15 +177,14 @@ def model(
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
-        tokens, documents = microbatch["tokens"][:, :-1], microbatch.get("documents")
-        return _embed(config, outer, tokens, rng, sharing, over, documents)
+        return _embed(config, outer, microbatch, rng, sharing, over)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
         return vocabulary.cross_entropy(
             _final_norm(config, outer, x),
             _head_table(config, outer),
-            sharing.context.own(microbatch["tokens"][:, 1:], 1),
+            sharing.context.own(_targets(microbatch), 1),
             vocab_size=config.vocab_size,
             soft_cap=config.logit_soft_cap,
             **over,
@@ -191,6 +193,15 @@ def model(
     def output(outer, x, microbatch, rng):
         del outer, microbatch, rng
         return sharing.whole(x)
+
+    def carry(x, microbatch, num_slices):
+        needed = ["targets", *(["positions"] if config.positions == "learned" else [])]
+        if missing := [name for name in needed if name not in microbatch]:
+            raise ValueError(
+                f"Slices of sequences need {missing} in the batch, int32 [rows, S]: a slice does "
+                "not hold the token after its last, nor know its place."
+            )
+        return empty_cache(config, sharing, x, microbatch, num_slices)
 
     functions = {kind: _layer(config, kind, sharing) for kind in set(config.layer_kinds)}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
@@ -207,6 +218,7 @@ def model(
         stage_split=split,
         axes=sharing.axes,
         axis_split=own,
+        carry=carry,
         output=output,
     )
 
@@ -233,7 +245,7 @@ def logits(
         config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
     )
     layer = model(config).layer
-    x = _embed(config, params, tokens, None, WHOLE, {})
+    x = _embed(config, params, {"tokens": tokens, "targets": tokens}, None, WHOLE, {})
     if config.bias_speed is not None:
         x = _with_state(config, params["layers"], x, state)
     elif isinstance(layer, tuple):
@@ -328,12 +340,25 @@ def _layer(config, kind, sharing=WHOLE):
     """Makes the function of a layer, as a pipeline calls it."""
     apply, _, _ = _functions(config, kind, sharing)
 
-    def layer(params, x, microbatch, rng, *state):
+    def stateful_layer(params, x, microbatch, rng, state):
         documents = None if microbatch is None else microbatch.get("documents")
-        y, renewed = apply(params, *(state or ({},)), x, documents, rng=rng)
-        return (y, renewed) if state else y
+        return apply(params, state, x, documents, rng=rng)
 
-    return layer
+    def layer(params, x, microbatch, rng, cache=None, start=0):
+        documents = None if microbatch is None else microbatch.get("documents")
+        return apply(params, {}, x, documents, cache, start, rng=rng)[0]
+
+    return layer if config.bias_speed is None else stateful_layer
+
+
+def _targets(microbatch):
+    whole = microbatch["tokens"]
+    return microbatch["targets"] if "targets" in microbatch else whole[:, 1:]
+
+
+def _inputs(microbatch):
+    whole = microbatch["tokens"]
+    return whole if "targets" in microbatch else whole[:, :-1]
 
 
 def _functions(config, kind, sharing=WHOLE):
@@ -356,7 +381,8 @@ def _with_state(config, layers, x, state):
     return x
 
 
-def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
+def _embed(config, outer, microbatch, rng, sharing, over):
+    tokens_BS, documents_BS = _inputs(microbatch), microbatch.get("documents")
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
         raise ValueError(
@@ -369,7 +395,9 @@ def _embed(config, outer, tokens_BS, rng, sharing, over, documents_BS=None):
     x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, dtype=dtype, **over)
     if config.positions == "learned":
         table = outer["embed"]["positions"]
-        if documents_BS is None:
+        if "positions" in microbatch:
+            x_BTE = x_BTE + table[sharing.own(microbatch["positions"], 1)]
+        elif documents_BS is None:
             x_BTE = x_BTE + sharing.own(table[:length], 0)
         else:  # how far each token is from the first of its document
             seen_BTS = visible(positions_T, length, documents_BS=documents_BS)[:, 0]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import rotary
-from models.attention import configured
+from models.attention import attend, configured
 from models.blocks import INIT_STDDEV, Linear, rms_norm
 from models.gpt_config import GPTConfig
 from models.sharing import Sharing
@@ -55,7 +55,8 @@ class LatentAttention(nnx.Module):
         self.query = linear(query_rank or config.width, heads * config.score_width)
         self.out = linear(heads * values, config.width, config.residual_stddev)
 
-    def __call__(self, x_BTE, documents_BS=None):
+    def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
+        """Mixes the tokens of whole sequences, or of slices from ``start``: see `attend`."""
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         tensor.part(config.num_heads, "num_heads")
         latent_BTL, k_rotary_BTR = jnp.split(self.latent(x_BTE), (self.rank,), axis=-1)
@@ -71,7 +72,7 @@ class LatentAttention(nnx.Module):
         q_BSNH, q_rotary_BSNR = jnp.split(q_BSNH, (config.head_width,), axis=-1)
 
         turns_R = rotary.frequencies(config, is_local=self.is_local)
-        positions_S = context.own(jnp.arange(length * context.size), 0)
+        positions_S = start + context.own(jnp.arange(length * context.size), 0)
         q_rotary_BSNR, k_rotary_BS1R = (
             rotary.rotate(_halves(w), turns_R, positions_S)
             for w in (q_rotary_BSNR, k_rotary_BSR[:, :, None])
@@ -82,9 +83,12 @@ class LatentAttention(nnx.Module):
         # Values are as wide as keys there.
         padding = config.score_width - self.value_size
         v_BSNH = jnp.pad(v_BSNV, ((0, 0), (0, 0), (0, 0), (0, padding)))
-        attention = configured(config, self.is_local, documents_BS)
-        mixed_BSNV = context.attend(attention, q_BSNH, k_BSNH, v_BSNH)[..., : self.value_size]
-        return self.out(mixed_BSNV.reshape(num_rows, length, -1), tensor.scatter)
+        attention = configured(config, self.is_local)
+        mixed_BSNH, cache = attend(
+            context, attention, (q_BSNH, k_BSNH, v_BSNH), documents_BS, cache, start
+        )
+        mixed_BSNV = mixed_BSNH[..., : self.value_size]
+        return self.out(mixed_BSNV.reshape(num_rows, length, -1), tensor.scatter), cache
 
 
 def _halves(x):

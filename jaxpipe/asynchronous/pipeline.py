@@ -463,6 +463,10 @@ def _check_arguments(
             "asynchronous pipeline is made from one with a single chunk a stage, in model order.\n"
             "Nearest valid: '1f1b'."
         )
+    if pipe.schedule.num_slices > 1:
+        problems.append(
+            "An asynchronous pipeline runs whole sequences: make its Pipeline without slices."
+        )
     if pipe.layout.layers.own_arrays:
         rule = "has no room for versions of weights, which lie in one stacked array per parameter"
         problems.append(Problem("weights", pipe.options.weights, rule, {"weights": "stacked"}))

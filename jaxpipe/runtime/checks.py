@@ -117,7 +117,7 @@ def _slices(model: Model, schedule: Schedule | None) -> Iterator[str]:
     if model.carry is None:
         yield (
             f"{cut}, and Model.carry is None: say what a layer hands from slice to slice; "
-            "`carry=lambda x, num_slices: ()` if it does not mix tokens."
+            "`carry=lambda x, microbatch, num_slices: ()` if it does not mix tokens."
         )
     if model.stateful:
         yield f"{cut}, and Model.stateful=True: layers may have a carry or a state, not both."

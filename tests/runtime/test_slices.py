@@ -34,7 +34,7 @@ def _attention(w, x, batch, rng, carry=None, start=0):
     return y if carry is None else (y, carry)
 
 
-def _empty_cache(x, num_slices):
+def _empty_cache(x, microbatch, num_slices):
     rows, length, width = x.shape
     keys = jnp.zeros((rows, num_slices * length, width), x.dtype)
     return {
@@ -52,13 +52,13 @@ def _recurrent(w, x, batch, rng, carry=None, start=0):
         return state, state
 
     whole = carry is None
-    state = _half(x, 1) if whole else carry
+    state = _half(x, batch, 1) if whole else carry
     state, y = jax.lax.scan(step, state, jnp.moveaxis(x @ w["in"], 1, 0))
     y = x + jnp.moveaxis(y, 0, 1) @ w["out"]
     return y if whole else (y, state)
 
 
-def _half(x, num_slices):
+def _half(x, microbatch, num_slices):
     return jnp.full_like(x[:, 0], 0.5)
 
 

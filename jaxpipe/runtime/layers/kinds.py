@@ -114,7 +114,7 @@ def sort_layers(
             args = (layer_params, list(activations.values())[here], *context)
             kept, carried = {} if state is None else {"state": state}, None
             if carry is not None:
-                carried = carry_of(model, n, args[1], num_slices)
+                carried = carry_of(model, n, args[1], context[0], num_slices)
                 kept = {"carry": carried.shapes, "start": jax.ShapeDtypeStruct((), jnp.int32)}
             y = _output(function, args, kept, n)
             if model.layers_are_alike and _key(y) != _key(args[1]):

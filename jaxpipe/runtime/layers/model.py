@@ -70,13 +70,14 @@ class Model:
         rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
         then takes and returns a tuple of states, one tree per layer. Devices along ``axes`` cannot
         share such layers.
-      carry: ``carry(x, num_slices)``, for schedules that cut sequences into slices: what a layer is
-        given with the first slice ``x`` of its input, a tree of floating-point arrays. Buffers for
-        the whole sequence, to which every slice appends, are marked with `jaxpipe.Appended`. Layers
-        then have two more arguments, ``layer(layer_params, x, microbatch, rng, carry, start) -> (x,
-        carry)``, where ``start`` is the position of the slice in its sequence, and ``microbatch``
-        is cut like x. Without slices they are called without, for the whole sequence. A tuple of
-        functions if layers differ in it. A layer that does not mix tokens carries ``()``.
+      carry: ``carry(x, microbatch, num_slices)``, for schedules that cut sequences into slices:
+        a layer's carry with the first slice of its input, a tree of floating-point arrays. Buffers
+        for the whole sequence, to which every slice appends, are marked with `jaxpipe.Appended`.
+        Layers then have two more arguments, ``layer(layer_params, x, microbatch, rng, carry, start)
+        -> (x, carry)``, where ``start`` is the position of the slice in its sequence, and
+        ``microbatch`` is cut like x. Without slices they are called without, for the whole
+        sequence. A tuple of functions if layers differ in it; ``()`` for layers that do not mix
+        tokens.
       output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
         `Pipeline.outputs`; by default the last layer's x. It must be the same on every stage and
         along every model axis, so it gathers what these split.
@@ -120,6 +121,6 @@ class Model:
         """The function of a layer, by its canonical number."""
         return self.layer if self.layers_are_alike else self.layer[number]
 
-    def carry_function(self, number: int) -> Callable[[Activation, int], Tree]:
+    def carry_function(self, number: int) -> Callable[[Activation, Batch, int], Tree]:
         """The function that makes a layer's first carry, by its canonical number."""
         return self.carry[number] if isinstance(self.carry, tuple) else self.carry

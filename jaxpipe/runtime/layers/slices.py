@@ -37,7 +37,7 @@ class Appended:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> def carry(x, num_slices):  # of a layer with one key of 8 numbers for each token
+      >>> def carry(x, microbatch, num_slices):  # a key of 8 numbers for each token
       ...     rows, length, _ = x.shape
       ...     return {"keys": Appended(jnp.zeros((rows, num_slices * length, 8), x.dtype))}
     """
@@ -49,30 +49,33 @@ class Carry(NamedTuple):
     """The carry of a kind of layer.
 
     Args:
-      empty: makes the carry of a first slice from that slice of the layer's input.
+      empty: makes the carry of a first slice from that slice of the layer's input and of the
+        microbatch.
       shapes: its shapes.
       appended: for each of its arrays, whether slices append to it.
     """
 
-    empty: Callable[[Activation], Tree]
+    empty: Callable[[Activation, Batch], Tree]
     shapes: Shapes
     appended: tuple[bool, ...]
 
 
-def carry_of(model: Model, layer: int, x: Activation, num_slices: int) -> Carry:
-    """Makes the carry of a layer, by its canonical number, that is given slices like ``x``."""
+def carry_of(model: Model, layer: int, x: Activation, microbatch: Batch, num_slices: int) -> Carry:
+    """Makes the carry of a layer, by its canonical number, that is given slices of these shapes."""
 
-    def marked(x: Activation) -> Tree:
-        return jax.tree.map(jnp.asarray, model.carry_function(layer)(x, num_slices))
+    def marked(x: Activation, microbatch: Batch) -> Tree:
+        return jax.tree.map(jnp.asarray, model.carry_function(layer)(x, microbatch, num_slices))
 
     def is_marked(value: Tree) -> bool:
         return isinstance(value, Appended)
 
-    def empty(x: Activation) -> Tree:
-        return jax.tree.map(lambda w: w.array if is_marked(w) else w, marked(x), is_leaf=is_marked)
+    def empty(x: Activation, microbatch: Batch) -> Tree:
+        arrays = marked(x, microbatch)
+        return jax.tree.map(lambda w: w.array if is_marked(w) else w, arrays, is_leaf=is_marked)
 
-    leaves = jax.tree.leaves(jax.eval_shape(marked, x), is_leaf=is_marked)
-    return Carry(empty, jax.eval_shape(empty, x), tuple(map(is_marked, leaves)))
+    leaves = jax.tree.leaves(jax.eval_shape(marked, x, microbatch), is_leaf=is_marked)
+    shapes = jax.eval_shape(empty, x, microbatch)
+    return Carry(empty, shapes, tuple(map(is_marked, leaves)))
 
 
 def on_slices(layer: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -203,10 +203,10 @@ def _forward(work: LayerWork, through: Through) -> Through:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
     weights, message = tie(work.weights(), through.messages[INBOX[work.action]])
-    x = fixed.activation(message, kind.x)
+    x, context = fixed.activation(message, kind.x), work.context()
     if kind.carry is not None:
-        x = x, work.carry(x, *work.saved(through.carried, CARRY))
-    args = work.params(weights), x, *work.context()
+        x = x, work.carry(x, context[0], *work.saved(through.carried, CARRY))
+    args = work.params(weights), x, *context
     state = _layer_state(work, through)
     if fixed.setup.trains and work.action is fixed.setup.leaves:
         y, until_b, until_w = kind.split.forward(*args, state=state)

@@ -1,0 +1,84 @@
+"""A GPT that a pipeline runs slice by slice is the GPT."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpipe
+from jaxpipe import testing
+from models import gpt
+from models.gpt_config import GPTConfig
+
+ROWS, LENGTH = 4, 16
+
+GROUPED = GPTConfig(
+    vocab_size=48, sequence_length=LENGTH, num_layers=4, width=16, num_heads=4, num_kv_heads=2
+)
+CONFIGS = {
+    "grouped": dataclasses.replace(GROUPED, qk_norm=True, rope_factor=2.0),
+    "learned": dataclasses.replace(GROUPED, positions="learned", bias=True),
+    "windows": dataclasses.replace(
+        GROUPED, window=5, global_every=2, attention_sinks=True, attention_soft_cap=None
+    ),
+    "capped": dataclasses.replace(GROUPED, attention_soft_cap=1.5, window=7),
+    "latent": dataclasses.replace(
+        GROUPED, num_kv_heads=None, kv_rank=6, rotary_size=4, value_size=5, head_size=4
+    ),
+    "mixture": dataclasses.replace(GROUPED, num_experts=4, experts_per_token=2),
+}
+CASES = [
+    ("grouped", "1f1b", 4, False, {"zero": 3, "remat": "dots"}),
+    ("learned", "1f1b-fused", 2, False, {"data": 2}),
+    ("windows", "zb-h1", 8, True, {"remat": "full"}),
+    ("capped", "interleaved", 4, True, {"zero": 2, "data": 2}),
+    ("latent", "interleaved-zb", 2, False, {}),
+    ("mixture", "1f1b", 4, False, {}),
+    ("grouped", "1f1b", 4, True, {"tensor": 2}),
+    ("windows", "zb-h1", 2, False, {"context": 2, "remat": "dots"}),
+]
+
+
+def _batch(config: GPTConfig, documents: bool) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(2), 2)
+    tokens = jax.random.randint(keys[0], (ROWS, LENGTH + 1), 0, config.vocab_size)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if documents:
+        batch["documents"] = jnp.sort(jax.random.randint(keys[1], (ROWS, LENGTH), 0, 3))
+    if config.positions == "learned":
+        batch["positions"] = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    return batch
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("name", "schedule", "slices", "documents", "options"), CASES)
+def test_slices_of_a_gpt_match_whole_sequences(name, schedule, slices, documents, options):
+    config, options = CONFIGS[name], dict(options)
+    sizes = {axis: options.pop(axis, 1) for axis in ("data", "tensor", "context")}
+    axes = {f"{axis}_axis": axis for axis in ("tensor", "context") if sizes[axis] > 1}
+    vocabulary = {"vocabulary_axis": "stage"} if "tensor" in options else {}
+    mesh = jaxpipe.make_mesh(stage=2, **{axis: n for axis, n in sizes.items() if n > 1})
+    testing.assert_matches_unpipelined(
+        gpt.model(config, **axes, **vocabulary),
+        gpt.init(config, jax.random.key(0)),
+        _batch(config, documents),
+        schedules=[jaxpipe.schedules.build(schedule, stages=2, microbatches=2, slices=slices)],
+        meshes=[mesh],
+        reference=functools.partial(jaxpipe.unpipelined.loss, gpt.model(config)),
+        floor=1e-3,
+        **options,
+    )
+
+
+def test_a_slice_needs_targets_and_learned_positions():
+    config = CONFIGS["learned"]
+    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=2)
+    params, mesh = gpt.init(config, jax.random.key(0)), jaxpipe.make_mesh(stage=2)
+    pipe = jaxpipe.Pipeline(gpt.model(config), params, schedule=schedule, mesh=mesh)
+    tokens = {"tokens": _batch(config, documents=False)["tokens"]}
+    with pytest.raises(ValueError, match=r"need \['targets', 'positions'\] in the batch"):
+        pipe.loss(pipe.place(params), tokens)
