@@ -218,7 +218,7 @@ def model(
         stage_split=split,
         axes=sharing.axes,
         axis_split=own,
-        carry=carry,
+        carry=carry if config.bias_speed is None else None,
         output=output,
     )
 

@@ -62,6 +62,7 @@ _REFUSED = (
         "device",
         "would leave the host: {schedule} keeps them from step to step",
     ),
+    ("sequence_slices", 1, "has no place in {schedule}, which runs whole sequences"),
     (
         "update",
         "step",
@@ -100,6 +101,7 @@ def check(
         _schedule,
         _asynchronous,
         _balanced,
+        _slices,
         _alike,
         _compute_dtype,
         _update,
@@ -557,6 +559,46 @@ def _balanced(config: Config) -> Iterator[Failure]:
             f"pipeline.schedule={config.pipeline.schedule} has steps without an end. Nearest "
             "valid: model.bias_speed=None, or pipeline.schedule=1f1b.",
             ("model.bias_speed", "pipeline.schedule"),
+        )
+
+
+def _slices(config: Config) -> Iterator[Failure]:
+    """Checks that sequences can be cut into slices, and these over devices."""
+    path, number = "pipeline.sequence_slices", config.pipeline.sequence_slices
+    if number == 1:
+        return
+    family = tasks.find(config.task)
+    if not family.slices:
+        yield Failure(
+            f"{path}={number}: layers of task={config.task} run whole sequences; those of task=gpt "
+            f"run slices. Nearest valid: {path}=1.",
+            (path, "task"),
+        )
+        return
+    if (speed := getattr(config.model, "bias_speed", None)) is not None:
+        yield Failure(
+            f"{path}={number} does not go with model.bias_speed={speed}, which keeps biases in "
+            f"states of the layers. Nearest valid: {path}=1, or model.bias_speed=None.",
+            (path, "model.bias_speed"),
+        )
+    if config.pipeline.schedule == "plan":
+        yield Failure(
+            f"{path}={number}: pipeline.schedule=plan chooses among schedules of whole sequences. "
+            f"Nearest valid: {path}=1, or pipeline.schedule=1f1b.",
+            (path, "pipeline.schedule"),
+        )
+    length, context = tasks.make(config).units_per_row, config.mesh.context
+    parts = number * (
+        context * math.lcm(2, config.mesh.tensor) if context > 1 else config.mesh.tensor
+    )
+    if length % parts:
+        rule = f"{path}={number}"
+        if parts > number:
+            rule += ", each of which devices along mesh.context and mesh.tensor share"
+        yield Failure(
+            f"model.sequence_length={length} is not divisible by {parts}: {rule}. Nearest valid: "
+            f"model.sequence_length={_multiples(length, parts)}.",
+            (path, "model.sequence_length"),
         )
 
 

@@ -147,6 +147,7 @@ def order(config: Config) -> Schedule:
         microbatches=pipeline.microbatches,
         chunks=pipeline.chunks,
         group=pipeline.group,
+        slices=slices(config),
         memory_limit=pipeline.memory_limit,
         costs=costs(config),
     )
@@ -180,9 +181,16 @@ def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
         "auto",
         stages=config.mesh.stage,
         microbatches=config.pipeline.microbatches,
+        slices=slices(config),
         memory_limit=config.pipeline.memory_limit,
         layer_costs=layers,
     )
+
+
+def slices(config: Config) -> int | None:
+    """Returns the slices of a sequence; None for whole ones, which every schedule runs."""
+    number = config.pipeline.sequence_slices
+    return None if number == 1 else number
 
 
 def own_counts(config: Config) -> tuple[int, ...] | None:
@@ -317,10 +325,12 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _check_fits(choice: Choice, config: Config) -> None:
     schedule = choice.schedule
-    have = schedule.num_stages, schedule.num_microbatches, sum(choice.layer_counts)
-    want = config.mesh.stage, config.pipeline.microbatches, config.num_layers
+    pipeline, number = config.pipeline, sum(choice.layer_counts)
+    have = schedule.num_stages, schedule.num_microbatches, schedule.num_slices, number
+    slices = pipeline.sequence_slices
+    want = config.mesh.stage, pipeline.microbatches, slices, config.num_layers
     if have != want:
-        raise ValueError(f"(stages, microbatches, layers) is {have}, and must be {want}")
+        raise ValueError(f"(stages, microbatches, slices, layers) is {have}, and must be {want}")
     lower(schedule, choice.layer_counts)
 
 

@@ -14,6 +14,7 @@ _FIELDS = {
     "method": "pipeline.schedule",
     "schedule": "pipeline.schedule",
     "num_stages": "mesh.stage",
+    "num_slices": "pipeline.sequence_slices",
     "memory.limit_bytes": "pipeline.stage_memory",
     "recompute_segment": "asynchronous.recompute_segment",
 }

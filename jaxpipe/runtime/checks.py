@@ -114,13 +114,13 @@ def _slices(model: Model, schedule: Schedule | None) -> Iterator[str]:
     if schedule is None or schedule.num_slices == 1:
         return
     cut = f"Schedule {schedule.name!r} cuts sequences into {schedule.num_slices} slices"
-    if model.carry is None:
+    if model.stateful:
+        yield f"{cut}, and Model.stateful=True: layers may have a carry or a state, not both."
+    elif model.carry is None:
         yield (
             f"{cut}, and Model.carry is None: say what a layer hands from slice to slice; "
             "`carry=lambda x, microbatch, num_slices: ()` if it does not mix tokens."
         )
-    if model.stateful:
-        yield f"{cut}, and Model.stateful=True: layers may have a carry or a state, not both."
 
 
 _PARTS = ("embed", "layers", "head")

@@ -338,6 +338,38 @@ class Windows:
         return {"tokens": out, "documents": np.cumsum(ends, axis=1, dtype=np.int32) - ends}
 
 
+class WithTargets:
+    """Windows as inputs and targets of equal length, which slices of sequences cut alike.
+
+    Positions count from the beginning of a window, or of a document if it has any.
+
+    Args:
+      windows: `Windows`, or a mixture of them.
+
+    Example:
+      >>> rows = WithTargets(Windows(np.arange(9), 4)).read(np.array([1]), np.zeros((1, 3)))
+      >>> [(name, row.tolist()) for name, row in rows.items()]
+      [('tokens', [[4, 5, 6, 7]]), ('targets', [[5, 6, 7, 8]]), ('positions', [[0, 1, 2, 3]])]
+    """
+
+    def __init__(self, windows: stream.Examples) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
+        """Reads ``tokens``, ``targets``, ``positions`` and, if the windows have them,
+        ``documents``, all int32 ``[rows, sequence_length]``."""
+        batch = self._windows.read(numbers, keys)
+        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        if "documents" in batch:
+            begins = np.diff(batch["documents"], axis=1, prepend=-1) > 0
+            positions = positions - np.maximum.accumulate(positions * begins, axis=1)
+        return batch | {"tokens": tokens, "targets": targets, "positions": positions}
+
+
 def unigram_loss(train_tokens: Tokens, heldout_tokens: Tokens, vocab_size: int) -> float:
     """Cross-entropy of held-out text under token frequencies alone: what a model must beat.
 

@@ -26,6 +26,7 @@ class GPT(Task):
     )
     unit = "tokens"
     loss_unit = "nats"
+    slices = True
     data_options = ("mix", "documents")
     data_kind = "text"
     report_file = "sample.txt"
@@ -65,10 +66,12 @@ class GPT(Task):
 
     def row_shapes(self):
         length = self.shape.sequence_length
-        shapes = {"tokens": jax.ShapeDtypeStruct((length + 1,), jnp.int32)}
+        sliced = self.config.pipeline.sequence_slices > 1
+        names = ["tokens", *(("targets", "positions") if sliced else ())]
         if self.config.data.documents == "apart":
-            shapes["documents"] = jax.ShapeDtypeStruct((length,), jnp.int32)
-        return shapes
+            names.append("documents")
+        lengths = dict.fromkeys(names, length) | ({} if sliced else {"tokens": length + 1})
+        return {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in lengths.items()}
 
     def load(self):
         settings, length = self.config.data, self.shape.sequence_length
@@ -81,7 +84,10 @@ class GPT(Task):
         if settings.mix:
             mixed = [windows(folder, text.TRAIN_FILE) for folder in settings.mix]
             train = Mixture([train, *mixed], [1.0, *settings.mix.values()])
-        return train, windows(settings.path, text.HELDOUT_FILE)
+        heldout = windows(settings.path, text.HELDOUT_FILE)
+        if self.config.pipeline.sequence_slices > 1:
+            return text.WithTargets(train), text.WithTargets(heldout)
+        return train, heldout
 
     def data_failures(self):
         failures = list(self._path_failures())
