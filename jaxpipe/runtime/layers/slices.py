@@ -59,6 +59,12 @@ class Carry(NamedTuple):
     shapes: Shapes
     appended: tuple[bool, ...]
 
+    @property
+    def buffers(self) -> list[Shapes]:
+        """The shapes of the arrays to which slices append."""
+        leaves = jax.tree.leaves(self.shapes)
+        return [leaf for leaf, is_one in zip(leaves, self.appended, strict=True) if is_one]
+
 
 def carry_of(model: Model, layer: int, x: Activation, microbatch: Batch, num_slices: int) -> Carry:
     """Makes the carry of a layer, by its canonical number, that is given slices of these shapes."""
@@ -74,7 +80,11 @@ def carry_of(model: Model, layer: int, x: Activation, microbatch: Batch, num_sli
         return jax.tree.map(lambda w: w.array if is_marked(w) else w, arrays, is_leaf=is_marked)
 
     leaves = jax.tree.leaves(jax.eval_shape(marked, x, microbatch), is_leaf=is_marked)
-    shapes = jax.eval_shape(empty, x, microbatch)
+    # Without the mesh in which they are traced.
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        jax.eval_shape(empty, x, microbatch),
+    )
     return Carry(empty, shapes, tuple(map(is_marked, leaves)))
 
 

@@ -36,6 +36,8 @@ def layer_costs(
 ) -> list[Costs]:
     """Costs of F, B and W of every layer for one microbatch on one data shard, without messages.
 
+    Where sequences are cut, costs are of a slice that attends to the whole sequence.
+
     Layers of one kind are traced, or timed, once. Floating-point operations are those XLA counts in
     the program before it optimises; recomputation that ``remat`` asks for is among them. Where
     devices along model axes share a layer, operations are those of one device's part, and a time is
@@ -139,17 +141,25 @@ def _parts(
     def forward(params: Shapes, x: Activation, context: Shapes, state: Shapes) -> Tree:
         return split.forward(params, x, *context, state=state)
 
-    def backward_input(params: Shapes, kept: Tree, dy: Activation, context: Shapes) -> Tree:
-        return split.backward_input(params, *kept, dy, *context)
+    def backward_input(
+        params: Shapes, kept: Tree, dy: Activation, context: Shapes, buffers: Shapes
+    ) -> Tree:
+        return split.backward_input(params, *kept, dy, *context, buffers=buffers)
 
-    def backward_weights(params: Shapes, kept: Tree, crossing: Tree, context: Shapes) -> Tree:
-        return split.backward_weights(params, kept, crossing, *context)
+    def backward_weights(
+        params: Shapes, kept: Tree, crossing: Tree, context: Shapes, buffers: Shapes
+    ) -> Tree:
+        return split.backward_weights(params, kept, crossing, *context, buffers=buffers)
 
     kept = list(split.until_b), list(split.until_w)
+    x, dy, buffers = activations[kind.x], activations[kind.y], list[Shapes]()
+    if kind.carry is not None:
+        x, dy, buffers = (x, kind.carry.shapes), (dy, kind.carry.shapes), kind.carry.buffers
+        context = *context, jax.ShapeDtypeStruct((), jnp.int32)
     return {
-        "f": (forward, (params, activations[kind.x], context, state)),
-        "b": (backward_input, (params, kept, activations[kind.y], context)),
-        "w": (backward_weights, (params, kept[1], list(split.crossing), context)),
+        "f": (forward, (params, x, context, state)),
+        "b": (backward_input, (params, kept, dy, context, buffers)),
+        "w": (backward_weights, (params, kept[1], list(split.crossing), context, buffers)),
     }
 
 
