@@ -15,7 +15,8 @@ from flax import nnx
 
 from jaxpipe import Appended
 from models import rotary
-from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm, soft_capped
+from models.block_attention import Scores, block_attention
+from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm
 from models.context import Context
 from models.gpt_config import GPTConfig
 from models.sharing import Sharing
@@ -135,7 +136,7 @@ def attend(
     }
     positions_T = start + context.own(jnp.arange(new["keys"].shape[1]), 0)
     keys_values = cache["keys"], cache["values"]
-    documents_BS = cache.get("documents")
+    documents_BS = None if documents_BS is None else cache["documents"].astype(jnp.int32)
     return attention(q_BTNH, *keys_values, positions_T, documents_BS=documents_BS), cache
 
 
@@ -158,71 +159,29 @@ def causal_attention(
       positions_T: positions of the queries among the keys; None if both are of the same tokens.
       scale: factor by which scores are multiplied.
       window: number of tokens that a position sees, its own included; None for all before it.
-      soft_cap: cap of the scores, as in `soft_capped`. It rules out flash attention.
-      documents_BS: number of the document of each token that has a key; a token sees only its own
-        document. None for one document per row.
+      soft_cap: cap of the scores, as in `soft_capped`.
+      documents_BS: number of the document of each token that has a key, which does not decrease
+        along a row; a token sees only its own document. None for one document per row.
       sinks_N: a logit per head in the denominator of the softmax; None for none.
     """
-    _, num_keys, num_kv_heads, head_width = k_BSKH.shape
-    same_tokens = positions_T is None
-    positions_T = jnp.arange(num_keys) if positions_T is None else positions_T
-    seen = visible(positions_T, num_keys, window=window, documents_BS=documents_BS)
-    if sinks_N is not None:
-        return _with_sinks(q_BTNH, k_BSKH, v_BSKH, seen, sinks_N / scale, scale)
-    if soft_cap is None:
+    if all(given is None for given in (positions_T, soft_cap, documents_BS, sinks_N)):
         return jax.nn.dot_product_attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            mask=None if same_tokens and documents_BS is None else seen,
-            is_causal=same_tokens,
+            is_causal=True,
             scale=scale,
-            local_window_size=(window - 1, 0) if same_tokens and window else None,
+            local_window_size=(window - 1, 0) if window else None,
             implementation=attention_kernel(q_BTNH),
         )
-    q_BTKGH = q_BTNH.reshape(*q_BTNH.shape[:2], num_kv_heads, -1, head_width)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, :, None], soft_capped(scale * scores, soft_cap), -jnp.inf)
-    weights = jax.nn.softmax(scores).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
-
-
-def _with_sinks(q_BTNH, k_BSKH, v_BSKH, seen, sinks_N, scale):
-    """Attention with a sink: a further key that all tokens see, with zeros as its value.
-
-    Queries have further numbers, the first of which is their head's ``sinks_N``; the sink has 1
-    there and other keys 0. So flash attention computes it, whose log-sum-exp has no gradient. It
-    takes even numbers of keys and widths that 8 divides; the rest is padding.
-    """
-    q_BTNH, k_BSKH, v_BSKH = (
-        jnp.pad(w, ((0, 0), (0, keys), (0, 0), (0, 8)))
-        for w, keys in ((q_BTNH, 0), (k_BSKH, 2), (v_BSKH, 2))
+    if positions_T is None:
+        positions_T = jnp.arange(k_BSKH.shape[1])
+    return block_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        positions_T,
+        Scores(scale, window or 0, soft_cap or 0.0),
+        documents_BS=documents_BS,
+        sinks_N=sinks_N,
     )
-    width = v_BSKH.shape[-1] - 8
-    q_BTNH = q_BTNH.at[..., width].set(sinks_N.astype(q_BTNH.dtype))
-    k_BSKH = k_BSKH.at[:, -2, :, width].set(1)
-    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, 0), (0, 2))).at[..., -2].set(True)
-    mixed_BTNH = jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, mask=seen, scale=scale, implementation=attention_kernel(q_BTNH)
-    )
-    return mixed_BTNH[..., :width]
-
-
-def visible(
-    positions_T: jax.Array,
-    num_keys: int,
-    *,
-    window: int | None = None,
-    documents_BS: jax.Array | None = None,
-) -> jax.Array:
-    """Marks the tokens of a sequence that its tokens at ``positions_T`` see, bool [B, 1, T, S].
-
-    B is 1 without documents. The other arguments are those of `causal_attention`; S is
-    ``num_keys``.
-    """
-    distance = positions_T[:, None] - jnp.arange(num_keys)
-    seen = (distance >= 0) & (distance < (window or num_keys))
-    if documents_BS is None:
-        return seen[None, None]
-    own_BT = jnp.take(documents_BS, positions_T, axis=1)
-    return (seen & (own_BT[:, :, None] == documents_BS[:, None, :num_keys]))[:, None]

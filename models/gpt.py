@@ -22,7 +22,8 @@ from flax import nnx
 from jaxpipe import Model, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
-from models.attention import Attention, empty_cache, visible
+from models.attention import Attention, empty_cache
+from models.block_attention import document_starts
 from models.blocks import GATED, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
@@ -389,8 +390,8 @@ def _embed(config, outer, microbatch, rng, sharing, over):
             f"tokens hold {length} inputs per row, but sequence_length="
             f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
         )
-    positions_T = sharing.own(jnp.arange(length), 0)
     ids_BT = sharing.context.own(tokens_BS, 1)
+    sharing.tensor.part(ids_BT.shape[1], "sequence length")
     dtype = config.compute_dtype
     x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, dtype=dtype, **over)
     if config.positions == "learned":
@@ -400,8 +401,8 @@ def _embed(config, outer, microbatch, rng, sharing, over):
         elif documents_BS is None:
             x_BTE = x_BTE + sharing.own(table[:length], 0)
         else:  # how far each token is from the first of its document
-            seen_BTS = visible(positions_T, length, documents_BS=documents_BS)[:, 0]
-            x_BTE = x_BTE + table[jnp.sum(seen_BTS, axis=-1) - 1]
+            positions_BS = jnp.arange(length) - document_starts(documents_BS)
+            x_BTE = x_BTE + table[sharing.own(positions_BS, 1)]
     if config.scaled_embedding:
         x_BTE = math.sqrt(config.width) * x_BTE
     x_BTE = x_BTE.astype(dtype)

@@ -61,6 +61,8 @@ _ATTENTION_MATMULS = {
     "dot_product_attention_bwd_wrapper": 5,
 }
 """Dao et al. 2022, algorithms 1 and 4."""
+_ATTENTION_COMPOSITES = "jaxpipe.attention", "jaxpipe.attention_gradients"
+"""Composites that state their FLOPs and are fused attention, not matmuls."""
 
 
 def sizes(
@@ -234,7 +236,8 @@ def count(
             read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
             moved = sum(map(program.bytes, [*read, *written]))
             flops = _flops(eqn)
-            attends = eqn.primitive.name in _ATTENTION_MATMULS
+            name = str(eqn.params.get("name", eqn.primitive.name))
+            attends = name in (*_ATTENTION_MATMULS, *_ATTENTION_COMPOSITES)
             kind = "attention" if attends else "matmul" if flops else "other"
             kernels.append(Kernel(_number(flops), _number(moved), kind))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
