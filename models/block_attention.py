@@ -196,9 +196,9 @@ def _forward(q, k, v, positions, documents, /, *, scale, window, soft_cap, flops
             product = _product("bkgts,bskh->bkgth", weights.astype(values.dtype), values)
             return new, old * total + weights.sum(axis=-1), old[..., None] * mixed + product
 
-        empty = jnp.full(shape_BKGt, _UNSEEN), jnp.zeros(shape_BKGt)
-        empty = *empty, jnp.zeros((*shape_BKGt, v.shape[-1]))
-        largest, total, mixed = lax.fori_loop(blocks.lo[block], blocks.hi[block], add, empty)
+        nothing = jnp.zeros(shape_BKGt), jnp.zeros((*shape_BKGt, v.shape[-1]))
+        start = jnp.full(shape_BKGt, _UNSEEN), *nothing
+        largest, total, mixed = lax.fori_loop(blocks.lo[block], blocks.hi[block], add, start)
         mixed = (mixed / total[..., None]).astype(q.dtype)
         return jnp.moveaxis(mixed, 3, 1), jnp.moveaxis(largest + jnp.log(total), 3, 1)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe import Model, WithLoss, vocabulary
+from jaxpipe import Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
 from models.attention import Attention, empty_cache
@@ -147,11 +147,11 @@ def model(
     """Makes the GPT as the three functions that a pipeline runs.
 
     A microbatch is ``{"tokens": int32 [rows, S + 1]}``: inputs are ``tokens[:, :-1]``, targets
-    ``tokens[:, 1:]``, S at most ``sequence_length``; or, as slices of sequences need it,
-    ``{"tokens", "targets"}``, both [rows, S], with ``positions`` if these are learned. With
-    ``documents``, int32 [rows, S], a token only sees tokens of its own document, and learned
-    positions begin anew with each document. With ``bias_speed`` the model is stateful: `init_state`
-    makes its state, and `end_step` ends a step.
+    ``tokens[:, 1:]``, S at most ``sequence_length``; or, as slices of sequences and packed
+    documents need it, ``{"tokens", "targets"}``, both [rows, S], with ``positions`` if these are
+    learned; targets below 0 are not predicted. With ``documents``, int32 [rows, S], a token only
+    sees tokens of its own document, and learned positions begin anew with each document. With
+    ``bias_speed`` the model is stateful: `init_state` makes its state, and `end_step` ends a step.
 
     Args:
       config: the model's shape.
@@ -182,14 +182,21 @@ def model(
 
     def head_loss(outer, x, microbatch, rng):
         del rng
-        return vocabulary.cross_entropy(
+        targets = sharing.context.own(_targets(microbatch), 1)
+        weights = targets >= 0 if "targets" in microbatch else None
+        mean = vocabulary.cross_entropy(
             _final_norm(config, outer, x),
             _head_table(config, outer),
-            sharing.context.own(_targets(microbatch), 1),
+            targets,
+            weights=weights,
             vocab_size=config.vocab_size,
             soft_cap=config.logit_soft_cap,
             **over,
         )
+        if weights is None:
+            return mean
+        num_predicted = weights.sum(dtype=jnp.float32)
+        return Weighted(mean * num_predicted, num_predicted)
 
     def output(outer, x, microbatch, rng):
         del outer, microbatch, rng

@@ -581,12 +581,6 @@ def _slices(config: Config) -> Iterator[Failure]:
             f"states of the layers. Nearest valid: {path}=1, or model.bias_speed=None.",
             (path, "model.bias_speed"),
         )
-    if config.pipeline.schedule == "plan":
-        yield Failure(
-            f"{path}={number}: pipeline.schedule=plan chooses among schedules of whole sequences. "
-            f"Nearest valid: {path}=1, or pipeline.schedule=1f1b.",
-            (path, "pipeline.schedule"),
-        )
     length, context = tasks.make(config).units_per_row, config.mesh.context
     parts = number * (
         context * math.lcm(2, config.mesh.tensor) if context > 1 else config.mesh.tensor

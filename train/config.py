@@ -68,8 +68,10 @@ class DataConfig(Section):
     mix: dict[str, Weight] = {}
     """More folders with the same tokenizer, each with the weight by which its rows are drawn, such
     as {data/code: 2.5}; path has the weight 1. All held-out rows are from path."""
-    documents: Literal["joined", "apart"] = "joined"
-    """Whether a GPT's tokens see the documents before theirs in a row, or only their own."""
+    documents: Literal["joined", "apart", "packed"] = "joined"
+    """Whether a GPT's tokens see the documents before theirs in a row ("joined"), or only their own
+    ("apart"), and whether rows hold whole documents, as far as they are no longer than a row, with
+    about equally much attention in each ("packed")."""
 
 
 class MeshConfig(Section):

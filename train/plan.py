@@ -257,6 +257,12 @@ def choose(config: Config) -> tuple[Config, str]:
     Raises:
       ConfigError: nothing fits the devices.
     """
+    if (number := config.pipeline.sequence_slices) > 1:
+        text = (
+            f"pipeline.sequence_slices={number}: pipeline.schedule={configured.PLAN} chooses among "
+            "schedules of whole sequences. Nearest valid: 1, or pipeline.schedule=1f1b."
+        )
+        raise errors.refused(text, "pipeline.sequence_slices")
     device = jax.devices()[0]
     named = known(device.device_kind)
     limit = (device.memory_stats() or {}).get("bytes_limit")

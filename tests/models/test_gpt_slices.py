@@ -49,6 +49,8 @@ def _batch(config: GPTConfig, documents: bool) -> dict[str, jax.Array]:
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if documents:
         batch["documents"] = jnp.sort(jax.random.randint(keys[1], (ROWS, LENGTH), 0, 3))
+        filled = jnp.arange(LENGTH) < jnp.array([16, 9, 13, 5])[:, None]
+        batch["targets"] = jnp.where(filled, batch["targets"], -1)
     if config.positions == "learned":
         batch["positions"] = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
     return batch

@@ -37,6 +37,16 @@ RULES = [
         {"model.num_layers": 10**9, "pipeline.schedule": "auto"},
         "Nearest valid: at most 10000 layers.",
     ),
+    (
+        {"pipeline.sequence_slices": 3},
+        "model.sequence_length=16 is not divisible by 3: pipeline.sequence_slices=3. "
+        "Nearest valid: model.sequence_length=15 or 18.",
+    ),
+    (
+        {"pipeline.sequence_slices": 4, "pipeline.schedule": "gpipe"},
+        "pipeline.sequence_slices=4 does not fit schedule 'gpipe': it does not read it.",
+    ),
+    ({"pipeline.sequence_slices": 2, "pipeline.schedule": "2bw"}, "which runs whole sequences"),
     ({"model.num_heads": 3}, "model.num_heads=3 must divide model.width=128. Nearest valid: 2, 4"),
     ({"model.vocab_size": 299}, "model.vocab_size=299 is smaller than the tokenizer's 300 tokens"),
     (

@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from tiny_tasks import rows
 
 from jaxpipe import unpipelined
 from jaxpipe.measure import layer_bytes
@@ -84,6 +85,19 @@ def test_a_step_moves_biases_of_experts_towards_equal_use():
     selection = last["mlp"]["router"]["selection"]
     assert selection["bias"].tolist() == (0.25 * np.sign(16 - counts)).tolist()
     assert selection["counts"].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("documents", ["apart", "packed"])
+def test_slices_of_sequences_give_the_loss_of_whole_ones(documents):
+    pipeline = CONFIG["pipeline"] | {"sequence_slices": 4, "vocabulary": "split"}
+    setup = Setup(Config(**CONFIG | {"pipeline": pipeline}, data={"documents": documents}))
+    state, batch = setup.init(), rows(setup)
+    batch["targets"][:, -3:] = -1
+    batch["documents"] = np.sort(batch["documents"])
+    params = setup.pipe.unplace(state.params)
+    expected = unpipelined.loss(gpt.model(setup.task.shape), params, batch)
+    _, values = setup.train_step(state, batch, None)
+    assert np.isclose(values["loss"], expected, rtol=1e-6)
 
 
 def test_a_step_reports_what_experts_with_a_capacity_drop():

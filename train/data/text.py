@@ -344,7 +344,7 @@ class WithTargets:
     Positions count from the beginning of a window, or of a document if it has any.
 
     Args:
-      windows: `Windows`, or a mixture of them.
+      windows: the windows.
 
     Example:
       >>> rows = WithTargets(Windows(np.arange(9), 4)).read(np.array([1]), np.zeros((1, 3)))
@@ -352,7 +352,7 @@ class WithTargets:
       [('tokens', [[4, 5, 6, 7]]), ('targets', [[5, 6, 7, 8]]), ('positions', [[0, 1, 2, 3]])]
     """
 
-    def __init__(self, windows: stream.Examples) -> None:
+    def __init__(self, windows: Windows) -> None:
         self._windows = windows
 
     def __len__(self) -> int:

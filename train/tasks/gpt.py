@@ -15,6 +15,7 @@ from models.tensor import divides_heads
 from train.config import Config
 from train.data import text, tokenizer_files
 from train.data.folder import META_FILE
+from train.data.packing import Packed
 from train.data.stream import Examples, Mixture
 from train.errors import Failure
 from train.task import Task
@@ -66,28 +67,31 @@ class GPT(Task):
 
     def row_shapes(self):
         length = self.shape.sequence_length
-        sliced = self.config.pipeline.sequence_slices > 1
-        names = ["tokens", *(("targets", "positions") if sliced else ())]
-        if self.config.data.documents == "apart":
-            names.append("documents")
-        lengths = dict.fromkeys(names, length) | ({} if sliced else {"tokens": length + 1})
+        documents = self.config.data.documents
+        with_targets = documents == "packed" or self.config.pipeline.sequence_slices > 1
+        names = ["tokens", *(("targets", "positions") if with_targets else ())]
+        names += ["documents"] if documents != "joined" else []
+        lengths = dict.fromkeys(names, length) | ({} if with_targets else {"tokens": length + 1})
         return {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in lengths.items()}
 
     def load(self):
         settings, length = self.config.data, self.shape.sequence_length
-        end = text.end_of_text(settings.path) if settings.documents == "apart" else None
+        end = None if settings.documents == "joined" else text.end_of_text(settings.path)
 
-        def windows(folder: str, name: str) -> Examples:
-            return text.Windows(text.read_tokens(Path(folder) / name), length, end_of_text=end)
+        def rows(folder: str, name: str) -> Examples:
+            tokens = text.read_tokens(Path(folder) / name)
+            if settings.documents == "packed":
+                assert end is not None
+                return Packed(tokens, length, end_of_text=end)
+            windows = text.Windows(tokens, length, end_of_text=end)
+            sliced = self.config.pipeline.sequence_slices > 1
+            return text.WithTargets(windows) if sliced else windows
 
-        train = windows(settings.path, text.TRAIN_FILE)
+        train = rows(settings.path, text.TRAIN_FILE)
         if settings.mix:
-            mixed = [windows(folder, text.TRAIN_FILE) for folder in settings.mix]
+            mixed = [rows(folder, text.TRAIN_FILE) for folder in settings.mix]
             train = Mixture([train, *mixed], [1.0, *settings.mix.values()])
-        heldout = windows(settings.path, text.HELDOUT_FILE)
-        if self.config.pipeline.sequence_slices > 1:
-            return text.WithTargets(train), text.WithTargets(heldout)
-        return train, heldout
+        return train, rows(settings.path, text.HELDOUT_FILE)
 
     def data_failures(self):
         failures = list(self._path_failures())

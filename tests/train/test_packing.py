@@ -1,0 +1,87 @@
+"""Packed rows hold every prediction of every document once, and give the documents' own loss."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpipe import unpipelined
+from models import gpt
+from train.data import text
+from train.data.packing import Packed, pack
+
+END = 0
+
+
+def documents(seed: int, number: int, longest: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, longest, number)
+    return [np.append(rng.integers(1, 40, size), END) for size in sizes]
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=60))
+def test_every_item_is_in_one_row_that_holds_it(lengths):
+    rows = pack(lengths, 16)
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+    assert all(sum(lengths[item] for item in row) <= 16 for row in rows)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12))
+def test_every_prediction_is_made_once_within_its_document(seed, number):
+    texts = documents(seed, number, 30)
+    packed = Packed(np.concatenate(texts), 12, end_of_text=END)
+    batch = packed.read(np.arange(len(packed)), np.zeros((len(packed), 3)))
+    predicted = batch["targets"] >= 0
+    pairs = zip(batch["tokens"][predicted], batch["targets"][predicted], strict=True)
+    expected = [pair for one in texts for pair in itertools.pairwise(one)]
+    assert sorted(pairs) == sorted(expected)
+    begins = np.diff(batch["documents"], axis=1, prepend=-1) > 0
+    assert ((batch["positions"] == 0) == begins).all()
+    # Within a document, the next token is the target.
+    follows = ~begins[:, 1:] & predicted[:, :-1]
+    assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1])[follows & predicted[:, 1:]].all()
+
+
+def test_a_packed_row_gives_the_loss_of_its_documents_alone():
+    config = gpt.GPTConfig(
+        vocab_size=40, sequence_length=24, num_layers=2, width=16, num_heads=2, positions="learned"
+    )
+    texts = documents(3, 6, 9)
+    packed = Packed(np.concatenate(texts), 24, end_of_text=END)
+    rows = packed.read(np.arange(len(packed)), np.zeros((len(packed), 3)))
+    model, params = gpt.model(config), gpt.init(config, jax.random.key(0))
+    found = unpipelined.loss(model, params, jax.tree.map(jnp.asarray, rows))
+    alone = [unpipelined.loss(model, params, {"tokens": jnp.asarray(one)[None]}) for one in texts]
+    counts = np.array([len(one) - 1 for one in texts])
+    assert np.isclose(found, np.dot(alone, counts) / counts.sum(), rtol=1e-5)
+
+
+def test_rows_cost_more_alike_than_windows_of_the_same_text():
+    texts = documents(5, 400, 300)
+    tokens = np.concatenate(texts)
+    packed, windows = (
+        Packed(tokens, 512, end_of_text=END),
+        text.Windows(tokens, 512, end_of_text=END),
+    )
+
+    def spread(rows):
+        numbers = rows.read(np.arange(len(rows)), np.zeros((len(rows), 3)))["documents"]
+        cost = np.array([np.square(np.bincount(row)).sum() for row in numbers], float)
+        return cost.std() / cost.mean()
+
+    assert spread(packed) < 0.75 * spread(windows)
+    assert len(packed) <= 1.05 * len(windows)
+
+
+def test_windows_with_targets_are_the_same_text():
+    tokens = np.array([5, 6, END, 7, 8, 9, END, 4, 3])
+    rows = text.WithTargets(text.Windows(tokens, 8, end_of_text=END))
+    batch = rows.read(np.array([0]), np.zeros((1, 3)))
+    assert batch["tokens"][0].tolist() == tokens[:-1].tolist()
+    assert batch["targets"][0].tolist() == tokens[1:].tolist()
+    assert batch["positions"][0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
