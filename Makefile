@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload plan-memory published figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices plan-memory published figures docs
 
 setup: $(INSTALLED)
 
@@ -111,6 +111,9 @@ gpu-compile: gpu-environment
 
 gpu-offload: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_offload.py
+
+gpu-slices: gpu-environment
+	$(VENV)-gpu/bin/python benchmarks/gpu_slices.py $(ARGS)
 
 # On a machine with a GPU.
 gpu-check: setup
