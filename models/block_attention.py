@@ -78,8 +78,6 @@ def block_attention(
       >>> block_attention(q, k, v, jnp.arange(2), Scores(0.5))[0, :, 0].tolist()
       [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
-    if documents_BS is None:
-        documents_BS = jnp.zeros(k_BSKH.shape[:2], jnp.int32)
     return _attend(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores)
 
 
@@ -127,7 +125,8 @@ def _flops(q_BTNH, k_BSKH, scores, matmuls):
 def document_starts(documents_BS: jax.Array) -> jax.Array:
     """Finds the position of the first token of each token's document, int32 [B, S]."""
     begins = jnp.diff(documents_BS, axis=1, prepend=documents_BS[:, :1]) != 0
-    return lax.cummax(jnp.where(begins, jnp.arange(documents_BS.shape[1]), 0), axis=1)
+    begins_BS = jnp.where(begins, jnp.arange(documents_BS.shape[1]), 0)
+    return lax.associative_scan(jnp.maximum, begins_BS, axis=1)
 
 
 class _Seen(NamedTuple):
@@ -146,11 +145,15 @@ class _Seen(NamedTuple):
     hi: jax.Array
 
     @classmethod
-    def of(cls, positions_T, documents_BS, window, block):
-        """Finds the blocks, of so many queries and keys."""
+    def of(cls, positions_T, documents_BS, keys, window, block):
+        """Finds the blocks, of so many queries and keys; ``keys`` are rows and their keys."""
         t, s = block
-        own_BT = jnp.take(documents_BS, positions_T, axis=1)
-        first_BT = jnp.take(document_starts(documents_BS), positions_T, axis=1)
+        if documents_BS is None:
+            documents_BS = jnp.zeros(keys, jnp.int32)
+            own_BT = first_BT = jnp.zeros((keys[0], len(positions_T)), jnp.int32)
+        else:
+            own_BT = jnp.take(documents_BS, positions_T, axis=1)
+            first_BT = jnp.take(document_starts(documents_BS), positions_T, axis=1)
         if window:
             first_BT = jnp.maximum(first_BT, positions_T - window + 1)
         lo_BQ = first_BT.reshape(len(first_BT), -1, t).min(axis=-1) // s
@@ -180,7 +183,7 @@ def _forward(q, k, v, positions, documents, /, *, scale, window, soft_cap, flops
     del flops
     options = {"scale": scale, "window": window or k.shape[1], "soft_cap": soft_cap}
     if _in_kernels(q, k):
-        seen = _Seen.of(positions, documents, window, flash_kernels.BLOCK)
+        seen = _Seen.of(positions, documents, k.shape[:2], window, flash_kernels.BLOCK)
         return flash_kernels.forward((q, k, v), seen, options)
     blocks = _Blocks(q, k, v, positions, documents, **options)
     shape_BKGt = blocks.q.shape[1:2] + blocks.q.shape[3:5] + blocks.q.shape[2:3]
@@ -213,7 +216,7 @@ def _backward(
     del flops
     options = {"scale": scale, "window": window or k.shape[1], "soft_cap": soft_cap}
     if _in_kernels(q, k):
-        seen = _Seen.of(positions, documents, window, flash_kernels.BLOCK)
+        seen = _Seen.of(positions, documents, k.shape[:2], window, flash_kernels.BLOCK)
         seeing = seen.seeing(k.shape[1] // flash_kernels.BLOCK[1])
         return flash_kernels.backward((q, k, v), seen, seeing, (sums, dmixed, products), options)
     blocks = _Blocks(q, k, v, positions, documents, **options)
@@ -264,7 +267,8 @@ class _Blocks:
         self.k, self.v = (_padded(w, self.s) for w in (k, v))
         # Padded keys lie behind all queries, and padded queries see what the last one does.
         positions = jnp.pad(positions, (0, -q.shape[1] % self.t), mode="edge")
-        seen = _Seen.of(positions, _padded(documents, self.s), window, (self.t, self.s))
+        documents = None if documents is None else _padded(documents, self.s)
+        seen = _Seen.of(positions, documents, self.k.shape[:2], window, (self.t, self.s))
         self.seen, self.lo, self.hi = seen, seen.lo.min(axis=0), seen.hi.max(axis=0)
 
     def of_queries(self, w_BT):

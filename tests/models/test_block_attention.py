@@ -115,8 +115,7 @@ def test_devices_of_a_context_compute_equally_many_blocks(devices):
     length = 2 * devices * part
 
     def num_blocks(q, k, v, positions_T):
-        documents_BS = jnp.zeros(k.shape[:2], jnp.int32)
-        seen = block_attention._Seen.of(positions_T, documents_BS, 0, flash_kernels.BLOCK)
+        seen = block_attention._Seen.of(positions_T, None, k.shape[:2], 0, flash_kernels.BLOCK)
         return (seen.hi - seen.lo).sum(keepdims=True)[0]
 
     def shared(w_BS):
@@ -134,7 +133,9 @@ def test_devices_of_a_context_compute_equally_many_blocks(devices):
 
 def test_blocks_of_other_documents_are_left_out():
     documents = jnp.arange(4096)[None] // 512
-    seen = block_attention._Seen.of(jnp.arange(4096), documents, 0, flash_kernels.BLOCK)
+    seen = block_attention._Seen.of(
+        jnp.arange(4096), documents, documents.shape, 0, flash_kernels.BLOCK
+    )
     pairs = int((seen.hi - seen.lo).sum()) * flash_kernels.BLOCK[0] * flash_kernels.BLOCK[1]
     assert pairs <= 1.25 * 8 * 512**2 / 2
 

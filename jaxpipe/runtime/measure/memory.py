@@ -19,6 +19,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import Batch, Key, Shapes
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 
 
@@ -169,11 +170,14 @@ def _smallest(pipe: Pipeline) -> Pipeline:
             lambda w: jax.ShapeDtypeStruct((num_layers, *w.shape[1:]), w.dtype), params["layers"]
         )
     fused = Kind.BW in pipe.table.passes
-    schedule = one_f_one_b(stages, 2, fused=fused)
+    slices = pipe.schedule.num_slices
+    schedule = one_f_one_b(stages, 2, fused=fused, num_slices=slices)
     both_ways = any(
         tick.forward and tick.backward for tick in pipe.table.parts(gathers=False, reduces=False)
     )
-    if chunks > 1 or not both_ways:
+    if chunks > 1 and slices > 1:
+        schedule = interleaved(stages, 2, num_chunks=chunks, fused=fused, num_slices=slices)
+    elif chunks > 1 or not both_ways:
         schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
     if pipe.options.pair_layers:
         schedule = pipe.schedule
