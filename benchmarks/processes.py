@@ -11,6 +11,7 @@ device clock, whose late messages travel under layers.
 
     python -m benchmarks.processes [--names 1f1b zb-v] [--stages 4] [--microbatches 16]
     python -m benchmarks.processes --ends --message-megabytes 4
+    python -m benchmarks.processes --names 1f1b zb-h1 --microbatches 4 --slices 4
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ def napping(f: float, b: float, w: float):
     return function
 
 
+def run_layer(function, w, x, batch, rng, carry=None, start=0):
+    """A layer that hands nothing from slice to slice of a sequence."""
+    return function(w, x) if carry is None else (function(w, x), carry)
+
+
 def sleeping_model(
     layers: Sequence[Costs], *, end: float = 0.0
 ) -> tuple[jaxpipe.Model, dict[str, Any]]:
@@ -91,7 +97,7 @@ def sleeping_model(
         model without.
     """
     functions = [napping(cost.f, cost.b, cost.w) for cost in layers]
-    tree = [lambda w, x, batch, rng, layer=layer: layer(w, x) for layer in functions]
+    tree = [functools.partial(run_layer, layer) for layer in functions]
     alike = len(set(layers)) == 1
     # The gradient of the table takes the embedding's other two thirds, and that of x the head's.
     embed, head = napping(end / 3, 0.0, end * 2 / 3), napping(end / 3, end * 2 / 3, 0.0)
@@ -102,7 +108,12 @@ def sleeping_model(
     def loss(outer, x, batch, rng):
         return jnp.mean((head(outer["head"], x) if end else x) ** 2)
 
-    model = jaxpipe.Model(embed=embedded, layer=tree[0] if alike else tuple(tree), head_loss=loss)
+    model = jaxpipe.Model(
+        embed=embedded,
+        layer=tree[0] if alike else tuple(tree),
+        head_loss=loss,
+        carry=lambda x, batch, num_slices: (),
+    )
     weights = jnp.ones(len(layers))
     outer = {name: jnp.ones(()) if end else {} for name in ("embed", "head")}
     return model, outer | {"layers": weights if alike else tuple(weights)}
@@ -147,7 +158,8 @@ def run(case: Case, rounds: int) -> tuple[int, list[float], list[float]]:
     pipe = jaxpipe.Pipeline(model, params, schedule=case.schedule, mesh=mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, pipe.placed_params)
     placed = jax.jit(pipe.place, out_shardings=shardings)(params)
-    rows = np.ones((case.schedule.num_microbatches, case.width), np.float32)
+    schedule = case.schedule
+    rows = np.ones((schedule.num_microbatches, schedule.num_slices * case.width), np.float32)
     batch = {
         "x": jax.make_array_from_callback(rows.shape, pipe.batch_sharding, lambda at: rows[at])
     }
@@ -216,7 +228,7 @@ def row(case: Case, ticks: int, idle: Sequence[float], slept: Sequence[float]) -
     program = replay(table, np.sum(list(work_of(table, case.costs).values()), axis=0))[-1].max()
     of_chunk = [cost.f + cost.b + cost.w for cost in case.costs]
     held = case.schedule.placement.virtual_stages
-    busy = case.schedule.num_microbatches * max(sum(of_chunk[s] for s in own) for own in held)
+    busy = case.schedule.num_passes * max(sum(of_chunk[s] for s in own) for own in held)
     seconds = {
         "free-running": free, "device": device, "program": program, "executed": executed,
     }  # fmt: skip
@@ -236,6 +248,7 @@ def main(
     names: tuple[str, ...] = NAMES,
     stages: int = 4,
     microbatches: int | None = None,
+    slices: int | None = None,
     costs: tuple[float, float, float] = (1.0, 1.2, 0.8),
     unit: float = 0.05,
     ends: bool = False,
@@ -248,6 +261,7 @@ def main(
       names: schedules to run; "all" is every one that can be executed.
       stages: p, of which each is a process.
       microbatches: m; 4 p by default.
+      slices: k, for schedules that cut sequences; the costs are those of a slice.
       costs: of F, B and W, relative.
       unit: seconds of one unit of the costs, for all chunks of a stage together.
       ends: whether there are an embedding and a head, each of a tenth of a stage's time.
@@ -256,7 +270,7 @@ def main(
     """
     m, cases = microbatches or 4 * stages, []
     for name in harness.chosen(names):
-        schedule = build(name, stages=stages, microbatches=m, costs=Costs(*costs))
+        schedule = build(name, stages=stages, microbatches=m, slices=slices, costs=Costs(*costs))
         layer = Costs(*(unit * cost / schedule.num_chunks for cost in costs))
         cases.append(
             Case(

@@ -185,5 +185,6 @@ def build(
             given["num_chunks"] = given.pop("chunks")
         return user.load(name, num_stages=stages, num_microbatches=microbatches, **given)
     own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
-    check_size(stages, microbatches, given.get("chunks", own[0] if own else 1))
+    passes = microbatches * max(given.get("slices", 1), 1)
+    check_size(stages, passes, given.get("chunks", own[0] if own else 1))
     return catalog.build(name, stages=stages, microbatches=microbatches, **given, **timing)

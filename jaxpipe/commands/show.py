@@ -50,6 +50,7 @@ _ENDINGS = {
 _NOT_ASYNCHRONOUS = {
     "chunks": (1, "each of its stages holds 1 chunk"),
     "group": (None, "its microbatches enter one by one"),
+    "slices": (None, "it runs whole sequences"),
     "costs": (
         DEFAULT_COSTS,
         "its picture counts ticks, each with a forward and a backward on every stage",
@@ -73,6 +74,7 @@ def show(
     microbatches: int | None = None,
     chunks: int | None = None,
     group: int | None = None,
+    slices: int | None = None,
     costs: str = DEFAULT_COSTS,
     layers: int | None = None,
     layer_costs: str | None = None,
@@ -93,6 +95,8 @@ def show(
       microbatches: m, microbatches per batch; every schedule but a file needs it.
       chunks: v, chunks per stage; by default the schedule's own.
       group: microbatches that interleaved and breadth-first schedules take together.
+      slices: k, slices into which 1f1b, interleaved, zb-h1 and interleaved-zb cut the sequences of
+        a microbatch; each is drawn as a microbatch, and costs are those of one.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
         fifth number is the share of the shorter that an overlapped pair of forward and backward
         saves on the free clock: 1,1.2,0.8,0.1,0.5. For `auto`, which holds one or two chunks per
@@ -112,6 +116,7 @@ def show(
     options: dict[str, Any] = {
         "chunks": chunks,
         "group": group,
+        "slices": slices,
         "memory_limit": memory_limit,
     }
     parsed = parse_costs(costs)

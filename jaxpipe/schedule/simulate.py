@@ -157,8 +157,9 @@ class Timeline:
         return peak_in_flight(self.schedule)
 
     def in_full_stages(self, chunks: int) -> float:
-        """Converts a number of chunk activations to microbatches of a full stage."""
-        return chunks / self.schedule.num_chunks
+        """Converts a number of chunk activations, or slices of them, to microbatches of a full
+        stage."""
+        return chunks / (self.schedule.num_chunks * self.schedule.num_slices)
 
 
 def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:

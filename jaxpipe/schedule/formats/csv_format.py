@@ -37,7 +37,8 @@ def write_csv(schedule: Schedule) -> str:
     `parse_csv` restores the order, but not name or promised peak.
 
     Raises:
-      ScheduleError: the schedule cannot run.
+      ScheduleError: the schedule cannot run, or cuts sequences into slices, which the format does
+        not know.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -45,6 +46,11 @@ def write_csv(schedule: Schedule) -> str:
       0F0,,,0I0,0W0
       ,1F0,1I0,1W0,
     """
+    if schedule.num_slices > 1:
+        raise ScheduleError(
+            f"Schedule {schedule.name!r} cuts sequences into {schedule.num_slices} slices, and "
+            "PyTorch's format knows none. `jaxpipe.schedule.formats.json_format` writes it."
+        )
     table = ticks(schedule)
     num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()

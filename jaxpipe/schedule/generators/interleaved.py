@@ -34,6 +34,7 @@ def interleaved(
                   work, when m is a multiple of the group
     in flight     min(m v, 2(p-d-1) + (v-1)g + 1) chunks on stage d, g the group; g < p:
                   min(m v, p-d-1 + (v-1)g + 1)
+    k slices      the same of m k microbatches of 1/k, and k-1 more in flight
     constraints   p >= 1, m >= 1, v >= 1, g >= p/2; the bubble is that of g >= p
     source        Narayanan et al., arXiv 2104.04473 (Megatron-LM)
     ============  =====================================================================

@@ -17,6 +17,7 @@ def zb_h1(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Sch
     ============  =====================================================================
     bubble        (p-1)(F+B-W), added to the m(F+B+W) of work; W <= F, W <= B, m >= p
     in flight     min(m, p) on every stage
+    k slices      the same of m k microbatches of 1/k, and k-1 more in flight
     constraints   p >= 1, m >= 1, v = 1
     source        arXiv 2401.10241, ZB-H1
     ============  =====================================================================
@@ -75,6 +76,7 @@ def interleaved_zb(
                   multiple of p
     in flight     min(m v, (v-1)g + p) chunks on every stage, g = ceil(m / max(1, floor(m/p)))
                   the group: p v if p divides m
+    k slices      the same of m k microbatches of 1/k, and k-1 more in flight
     constraints   p >= 1, m >= 1, v >= 1
     source        arXiv 2401.10241, on the order of arXiv 2104.04473; groups and warm-up as in
                   PyTorch's ScheduleInterleavedZeroBubble

@@ -94,8 +94,9 @@ def caption(timeline: Timeline) -> str:
         costs = timeline.costs[0]
         message = f", message {costs.message:g}" if costs.message else ""
         chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}"
+    slices = f" k={schedule.num_slices}" if schedule.num_slices > 1 else ""
     return (
         f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
-        f"m={schedule.num_microbatches}, {chunks}, "
+        f"m={schedule.num_microbatches}{slices}, {chunks}, "
         f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
     )
