@@ -164,7 +164,9 @@ def causal_attention(
         along a row; a token sees only its own document. None for one document per row.
       sinks_N: a logit per head in the denominator of the softmax; None for none.
     """
-    if all(given is None for given in (positions_T, soft_cap, documents_BS, sinks_N)):
+    kernel = attention_kernel(q_BTNH)
+    is_plain = all(given is None for given in (positions_T, soft_cap, documents_BS, sinks_N))
+    if kernel and is_plain:
         return jax.nn.dot_product_attention(
             q_BTNH,
             k_BSKH,
@@ -172,7 +174,7 @@ def causal_attention(
             is_causal=True,
             scale=scale,
             local_window_size=(window - 1, 0) if window else None,
-            implementation=attention_kernel(q_BTNH),
+            implementation=kernel,
         )
     if positions_T is None:
         positions_T = jnp.arange(k_BSKH.shape[1])

@@ -27,7 +27,7 @@ from jax import lax
 
 from models import flash_kernels
 
-_BLOCK = 512
+_BLOCK = 256
 """Most queries, and keys, of a block of the loop."""
 _UNSEEN = -1e30
 """Score of what is not seen: finite, since a block may show a query nothing."""
@@ -100,9 +100,8 @@ def _attend_and_keep(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS,
 
 def _gradients(scores, kept, dmixed_BTNH):
     q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, mixed_BTNH, sums_BNT = kept
-    products_BNT = jnp.einsum(
-        "btnh,btnh->bnt", dmixed_BTNH, mixed_BTNH, preferred_element_type=jnp.float32
-    )
+    products_BTN = jnp.sum(dmixed_BTNH.astype(jnp.float32) * mixed_BTNH, axis=-1)
+    products_BNT = products_BTN.swapaxes(1, 2)
     options = scores._asdict() | {"flops": _flops(q_BTNH, k_BSKH, scores, matmuls=5)}
     qkv, seen = (q_BTNH, k_BSKH, v_BSKH), (positions_T, documents_BS)
     dqkv = _backward(*qkv, *seen, sums_BNT, dmixed_BTNH, products_BNT, **options)

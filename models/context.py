@@ -68,18 +68,9 @@ class Context:
         """
         if self.axis is None:
             return attention(q_BTNH, k_BTNH, v_BTNH, None)
-        half = q_BTNH.shape[1] // 2
         k_BSNH, v_BSNH = self.gather(k_BTNH), self.gather(v_BTNH)
-        middle = k_BSNH.shape[1] // 2
-        early, late = jnp.split(self.own(jnp.arange(2 * middle), 0), 2)
-        # Early parts lie in the first half of the sequence, and see nothing of the second one.
-        return jnp.concatenate(
-            (
-                attention(q_BTNH[:, :half], k_BSNH[:, :middle], v_BSNH[:, :middle], early),
-                attention(q_BTNH[:, half:], k_BSNH, v_BSNH, late),
-            ),
-            axis=1,
-        )
+        positions_T = self.own(jnp.arange(k_BSNH.shape[1]), 0)
+        return attention(q_BTNH, k_BSNH, v_BSNH, positions_T)
 
     def _part(self, length: int) -> int:
         parts = 2 * self.size

@@ -1,7 +1,7 @@
 """Kernels of `models.block_attention` for GPUs, in Pallas through Triton (Dao 2023).
 
 Each program of a kernel has a block of queries, or of keys, of one row and one head, and goes
-through the blocks of the other that `Bounds` names. Scores stay in registers.
+through the blocks of the other that are seen. Scores stay in registers.
 
 Dimension suffixes are those of `models.block_attention`; q and k in shapes are a block's queries
 and keys.
@@ -24,9 +24,8 @@ _UNSEEN = -1e30
 
 def fits(q_BTNH: jax.Array, k_BSKH: jax.Array) -> bool:
     """Whether the kernels take such arrays, on GPUs."""
-    width = q_BTNH.shape[-1]
     divides = q_BTNH.shape[1] % BLOCK[0] == 0 and k_BSKH.shape[1] % BLOCK[1] == 0
-    return q_BTNH.dtype == jnp.bfloat16 and divides and width in (16, 32, 64, 128)
+    return q_BTNH.dtype == jnp.bfloat16 and divides and q_BTNH.shape[-1] <= 256
 
 
 def _scores(q, k, seen, scale, soft_cap):
@@ -181,7 +180,7 @@ class _Call:
             out_specs=output_specs,
             out_shape=outputs,
             compiler_params=plgpu.CompilerParams(
-                num_warps=4 if self.width <= 64 else 8, num_stages=2
+                num_warps=4 if self.width <= 64 else 8, num_stages=2 if self.width <= 128 else 1
             ),
             interpret=jax.default_backend() != "gpu",
         )(*arrays)
@@ -196,10 +195,12 @@ def forward(qkv, visibility, options):
         and block of queries the first and the end of the blocks of keys that it sees.
       options: scale, window and soft_cap.
     """
+    width, qkv = qkv[0].shape[-1], [*map(_padded, qkv)]
     q_BTNH, k_BSKH, _ = qkv
     call = _Call(q_BTNH, k_BSKH, options)
     outputs = [_like(q_BTNH), _float(call.rows, call.heads, call.queries)]
-    return call.per_queries(_forward_kernel, (*qkv, *visibility), outputs)
+    mixed, sums = call.per_queries(_forward_kernel, (*qkv, *visibility), outputs)
+    return [mixed[..., :width], sums]
 
 
 def backward(qkv, visibility, seeing, kept, options):
@@ -212,12 +213,21 @@ def backward(qkv, visibility, seeing, kept, options):
       kept: logarithms of sums [B, N, T], gradients of the mixed values [B, T, N, H], and products
         of both for each query [B, N, T].
     """
+    width, qkv = qkv[0].shape[-1], [*map(_padded, qkv)]
     q_BTNH, k_BSKH, v_BSKH = qkv
     call = _Call(q_BTNH, k_BSKH, options)
+    sums, dmixed, products = kept
+    kept = sums, _padded(dmixed), products
     (dq,) = call.per_queries(_query_kernel, (*qkv, *visibility, *kept), [_like(q_BTNH)])
     arrays = *qkv, *visibility[:3], *seeing, *kept
     dk, dv = call.per_keys(arrays, [_like(k_BSKH), _like(v_BSKH)])
-    return dq, dk, dv
+    return [w[..., :width] for w in (dq, dk, dv)]
+
+
+def _padded(w):
+    """Pads heads to a width that Triton has: a power of two, from 16."""
+    more = max(16, pl.next_power_of_2(w.shape[-1])) - w.shape[-1]
+    return jnp.pad(w, ((0, 0),) * 3 + ((0, more),))
 
 
 def _like(w):

@@ -264,12 +264,14 @@ class Trainer:
         self.files = run_folder.WrittenFiles(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
         self.examples, self.heldout = setup.task.load()
-        size = self.config.train.batch_size
+        size, sharding = self.config.train.batch_size, setup.pipe.batch_sharding
+        (shard_size,) = sharding.shard_shape((size,))
         self.stream = stream.batches(
             self.examples,
             batch_size=size,
             seed=self.config.train.seed,
-            rows=distributed.local_rows(setup.pipe.batch_sharding, size),
+            rows=distributed.local_rows(sharding, size),
+            parts=(size // shard_size, self.config.pipeline.microbatches),
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jaxpipe
+from jaxpipe import unpipelined
+from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime.layers.split import split_layer
-from models import block_attention, flash_kernels
+from models import block_attention, flash_kernels, gpt
 from models.block_attention import Scores
+from models.context import Context
 
 ROWS, LENGTH, HEADS, WIDTH = 2, 40, 4, 16
 SCALE = 0.3
@@ -104,24 +110,25 @@ def test_keys_behind_the_last_query_have_no_influence(monkeypatch):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_devices_of_a_context_compute_equally_many_blocks(devices):
-    """2 c + 1 of a part's pairs, where half a part of each diagonal is not needed."""
-    part, num_blocks = 1024, []
-    for device in range(devices):
-        starts = part * device, part * (2 * devices - 1 - device)
-        seen = [
-            block_attention._Seen.of(
-                start + jnp.arange(part),
-                None,
-                (1, 2 * devices * part),
-                0,
-                flash_kernels.BLOCK,
-            )
-            for start in starts
-        ]
-        num_blocks.append(sum(int((s.hi - s.lo).sum()) for s in seen))
-    pairs = num_blocks[0] * flash_kernels.BLOCK[0] * flash_kernels.BLOCK[1]
-    assert len(set(num_blocks)) == 1
-    assert pairs <= 1.1 * 2 * devices * part**2
+    """Half of all pairs, shared evenly, and half a block of each on the diagonal."""
+    part, context = 512, Context("context")
+    length = 2 * devices * part
+
+    def num_blocks(q, k, v, positions_T):
+        seen = block_attention._Seen.of(positions_T, None, k.shape[:2], 0, flash_kernels.BLOCK)
+        return (seen.hi - seen.lo).sum(keepdims=True)[0]
+
+    def shared(w_BS):
+        return context.attend(num_blocks, *[context.own(w_BS, 1)] * 3)
+
+    mesh = jaxpipe.make_mesh(stage=1, context=devices)
+    on_devices = jax.shard_map(
+        shared, mesh=mesh, in_specs=P(), out_specs=P("context"), check_vma=False
+    )
+    per_device = jax.jit(on_devices)(jnp.zeros((1, length)))
+    assert per_device.min() == per_device.max()
+    computed = per_device.sum() * flash_kernels.BLOCK[0] * flash_kernels.BLOCK[1]
+    assert computed <= 1.1 * length**2 / 2
 
 
 def test_blocks_of_other_documents_are_left_out():
@@ -145,3 +152,37 @@ def test_a_policy_of_dots_keeps_what_attention_returns():
     assert (1, 2, 8) in kept  # the sums of weights: without them, B would attend again
     names = [str(eqn.params.get("name")) for eqn in (*split.b, *split.w)]
     assert functools.reduce(lambda n, name: n + ("attention" in name), names, 0) == 1
+
+
+HEADS_ON_GPUS = {
+    "documents": {"num_kv_heads": 1},
+    "sinks and windows": {"attention_sinks": True, "window": 64, "global_every": 2},
+    "soft cap": {"attention_soft_cap": 50.0},
+    "heads of 80": {"head_size": 80},
+    "latent attention, heads of 192": {
+        "kv_rank": 32, "head_size": 128, "rotary_size": 64, "value_size": 128
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS_ON_GPUS)
+@pytest.mark.parametrize("on_gpus", [False, True], ids=["loop", "kernels"])
+def test_no_array_of_a_layer_has_queries_and_keys(name, on_gpus):
+    """Nor of its gradient; on GPUs, that runs three kernels."""
+    length = 1024
+    config = gpt.GPTConfig(
+        vocab_size=8, sequence_length=length, num_layers=1, width=64, num_heads=2,
+        dtype="bfloat16", mlp_width=96, **HEADS_ON_GPUS[name],
+    )  # fmt: skip
+    model = gpt.model(config)
+    rows = jnp.zeros((1, length), jnp.int32)
+    batch = {"tokens": rows, "targets": rows, "documents": rows}
+
+    def gradients(params):
+        return jax.grad(functools.partial(unpipelined.loss, model))(params, batch)
+
+    with attention_of_gpus() if on_gpus else contextlib.nullcontext():
+        params = jax.eval_shape(functools.partial(gpt.init, config), jax.random.key(0))
+        program = str(jax.make_jaxpr(gradients)(params))
+    assert f"{length},{length}]" not in program
+    assert program.count("pallas_call[") == (3 if on_gpus else 0)

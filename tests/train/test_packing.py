@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxpipe import unpipelined
 from models import gpt
-from train.data import text
+from train.data import stream, text
 from train.data.packing import Packed, pack
 
 END = 0
@@ -76,6 +76,38 @@ def test_rows_cost_more_alike_than_windows_of_the_same_text():
 
     assert spread(packed) < 0.75 * spread(windows)
     assert len(packed) <= 1.1 * len(windows)
+
+
+def attention(batch: dict[str, np.ndarray], shards: int, microbatches: int) -> np.ndarray:
+    """Pairs of tokens that see each other, of each shard's microbatches."""
+    numbers, predicted = batch["documents"], batch["targets"] >= 0
+    pairs = [
+        np.square(np.bincount(row[of])).sum() for row, of in zip(numbers, predicted, strict=True)
+    ]
+    return np.reshape(pairs, (shards, -1, microbatches)).sum(axis=1)
+
+
+def test_shards_and_microbatches_get_as_much_attention():
+    """Of the rows of the same batches, also after a resume; a text of long documents and one of
+    short ones are mixed."""
+    texts = documents(5, 60, 1024), documents(6, 600, 100)
+    packed = [Packed(np.concatenate(one), 1024, end_of_text=END) for one in texts]
+    examples = stream.Mixture(packed, [1.0, 1.0])
+    options = {"batch_size": 64, "seed": 3}
+    drawn, dealt = (stream.batches(examples, **options, parts=parts) for parts in ((1, 1), (4, 4)))
+    excess = []
+    for _ in range(8):
+        position = dealt.get_state()
+        of_both = batch, even = next(drawn), next(dealt)
+        assert sorted(batch["tokens"].tolist()) == sorted(even["tokens"].tolist())
+        pairs = [attention(one, 4, 4) for one in of_both]
+        excess.append([one.max() / one.mean() - 1 for w in pairs for one in (w, w.sum(axis=1))])
+    few = stream.batches(examples, **options, rows=[40, 7], parts=(4, 4))
+    few.set_state(position)
+    assert (next(few)["tokens"] == even["tokens"][[40, 7]]).all()
+    of_drawn, shards_drawn, of_dealt, shards_dealt = np.mean(excess, axis=0)
+    assert of_dealt < 0.5 * of_drawn
+    assert shards_dealt < 0.25 * shards_drawn
 
 
 def test_windows_with_targets_are_the_same_text():

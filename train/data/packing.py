@@ -94,6 +94,8 @@ class Packed:
         ]
         self._pieces = np.array(pieces, np.int64).reshape(-1, 2)
         self._rows = pack(self._pieces[:, 1].tolist(), sequence_length)
+        squares = np.square(self._pieces[:, 1], dtype=np.float64)
+        self.costs = np.array([squares[row].sum() for row in self._rows])
 
     def __len__(self) -> int:
         return len(self._rows)

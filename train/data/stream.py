@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -39,6 +39,17 @@ class Examples(Protocol):
         ...
 
 
+@runtime_checkable
+class Uneven(Examples, Protocol):
+    """Examples that do not all take equally long.
+
+    Args:
+      costs: of each example, in any unit, float64 ``[examples]``.
+    """
+
+    costs: np.ndarray
+
+
 class Mixture:
     """Several collections of examples as one, numbered one after another.
 
@@ -56,6 +67,9 @@ class Mixture:
     def __init__(self, parts: Sequence[Examples], weights: Sequence[float]) -> None:
         self._parts, self._weights = parts, weights
         self._starts = np.cumsum([0, *map(len, parts)])
+        uneven = [part.costs for part in parts if isinstance(part, Uneven)]
+        if len(uneven) == len(parts):
+            self.costs = np.concatenate(uneven)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -81,7 +95,12 @@ class Mixture:
 
 
 def batches(
-    examples: Examples, *, batch_size: int, seed: int, rows: Rows = None
+    examples: Examples,
+    *,
+    batch_size: int,
+    seed: int,
+    rows: Rows = None,
+    parts: tuple[int, int] = (1, 1),
 ) -> grain.DatasetIterator[Batch]:
     """Yields shuffled batches endlessly.
 
@@ -94,6 +113,7 @@ def batches(
       seed: determines the order and all random draws, at least 0.
       rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
         all by default.
+      parts: data shards and microbatches of a batch, among which `Uneven` examples are dealt out.
 
     Returns:
       An iterator. ``get_state()`` is a small dict for JSON, and ``set_state()`` continues from it
@@ -111,6 +131,8 @@ def batches(
     chosen = check_rows(rows, batch_size)
 
     def read(step: int, numbers: np.ndarray) -> Batch:
+        if isinstance(examples, Uneven):
+            numbers = numbers[dealt(examples.costs[numbers], *parts)]
         return examples.read(numbers[chosen], _keys(seed, step, chosen))
 
     # Numbers are shuffled and batched, not examples: a process reads only its own rows.
@@ -121,6 +143,37 @@ def batches(
     # Reads from memory are far faster than a training step: no reader threads.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(numbers.map_with_index(read).to_iter_dataset(options))
+
+
+def dealt(costs: np.ndarray, shards: int, microbatches: int) -> np.ndarray:
+    """Orders the rows of a batch so that shards, and their microbatches, cost about equally much.
+
+    Rows are dealt out in rounds, one to every microbatch of every shard: the costliest row of a
+    round goes to what costs least so far.
+
+    Args:
+      costs: of the rows, ``[rows]``; their number is a multiple of ``shards * microbatches``.
+      shards: parts of the batch.
+      microbatches: parts of a shard: microbatch i has rows i, i + microbatches, ...
+
+    Returns:
+      int64 ``[rows]``, the row at each place.
+
+    Example:
+      >>> dealt(np.array([9, 1, 5, 4, 3, 3, 4, 5]), 2, 2)  # 10 and 8, 8 and 8
+      array([0, 3, 1, 6, 2, 7, 4, 5])
+    """
+    parts = shards * microbatches
+    rounds = np.argsort(-costs, kind="stable").reshape(-1, parts)
+    rows, totals = np.empty_like(rounds), np.zeros(parts)
+    for place, dealt_out in enumerate(rounds):
+        least_first = np.argsort(totals, kind="stable")
+        rows[place, least_first] = dealt_out
+        totals[least_first] += costs[dealt_out]
+    # One row of each microbatch: every other microbatch deals to the shards backwards.
+    dealt_to = rows.reshape(-1, microbatches, shards)
+    dealt_to[:, 1::2] = dealt_to[:, 1::2, ::-1].copy()
+    return dealt_to.transpose(2, 0, 1).ravel()
 
 
 def continue_at(stream: grain.DatasetIterator[Batch], position: dict[str, Any]) -> None:
