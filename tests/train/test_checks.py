@@ -320,6 +320,16 @@ def test_a_size_that_is_a_mistake_is_refused_at_once(make, fields, expected):
     assert expected in message
 
 
+def test_packed_rows_do_not_predict_the_first_token_of_any_document(make, folder):
+    """One more held-out token than predictions is too few where there are two documents."""
+    meta = json.loads((folder / META_FILE).read_text())
+    meta["heldout"]["documents"] = 2
+    (folder / META_FILE).write_text(json.dumps(meta))
+    assert _messages(make({"data.documents": "apart"})) == []
+    (message,) = _messages(make({"data.documents": "packed"}))
+    assert "need 1026. Nearest valid: model.sequence_length=15 or train.eval_batches=3." in message
+
+
 def test_other_texts_of_a_mixture_must_fit(make, folder, tmp_path):
     """The same tokenizer, whole files, at least one row, and a family that reads them."""
     same, short, other = (

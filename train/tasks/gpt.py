@@ -150,22 +150,30 @@ class GPT(Task):
                 continue
             if meta is not None:
                 yield from _same_length(folder, name, len(tokens), meta)
-            yield from self._long_enough(name, len(tokens), needed, what)
+            # Windows predict all but the text's first token, packed rows all but documents' first.
+            first = 1
+            if meta is not None and config.data.documents == "packed":
+                first = _side(meta, name).documents
+            yield from self._long_enough(name, (len(tokens), first), needed, what)
 
-    def _long_enough(self, name: str, count: int, needed: int, what: str) -> Iterator[Failure]:
-        config, length = self.config, self.shape.sequence_length
-        if (count - 1) // length >= needed:
+    def _long_enough(
+        self, name: str, counts: tuple[int, int], needed: int, what: str
+    ) -> Iterator[Failure]:
+        """Compares rows with tokens, of which so many are not predicted."""
+        config, length, (count, first) = self.config, self.shape.sequence_length, counts
+        if (count - first) // length >= needed:
             return
-        valid = [f"model.sequence_length={(count - 1) // needed}"] if count > needed else []
+        longest = (count - first) // needed
+        valid = [f"model.sequence_length={longest}"] if longest > 0 else []
         fields = ["data.path", "model.sequence_length"]
         if name == text.HELDOUT_FILE:
             fields += ["train.eval_batches", "train.batch_size"]
-            batches = (count - 1) // length // config.train.batch_size
+            batches = (count - first) // length // config.train.batch_size
             valid += [f"train.eval_batches={batches}"] if batches else []
         nearest = f"Nearest valid: {' or '.join(valid)}" if valid else "Prepare more text"
         yield Failure(
             f"data.path={config.data.path}: the {count} tokens of {name} are too few: {what} of "
-            f"model.sequence_length={length} need {needed * length + 1}. {nearest}.",
+            f"model.sequence_length={length} need {needed * length + first}. {nearest}.",
             tuple(fields),
         )
 
@@ -212,8 +220,12 @@ class GPT(Task):
         return f"sample ({path}):\n{written}", None
 
 
+def _side(meta: text.DataMeta, name: str) -> text.SplitMeta:
+    return meta.train if name == text.TRAIN_FILE else meta.heldout
+
+
 def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:
-    expected = (meta.train if name == text.TRAIN_FILE else meta.heldout).tokens
+    expected = _side(meta, name).tokens
     if count != expected:
         yield Failure(
             f"data.path={folder}: {name} holds {count} tokens, but {META_FILE} says "
