@@ -285,6 +285,12 @@ def failures(source: Source, system: System) -> Iterator[Failure]:
     if counts is not None and len(set(counts)) > 1:
         rule = "is not expressed: chunks have equally many layers there"
         yield _failure(config, "pipeline.partition", rule, "equal")
+    if pipeline.sequence_slices > 1:
+        rule = f"is not expressed in {system}, whose pipelines run whole sequences"
+        yield _failure(config, "pipeline.sequence_slices", rule, "1")
+    if config.data.documents == "packed":
+        rule = f"is not expressed: {system} packs its data in its own way"
+        yield _failure(config, "data.documents", rule, "joined, apart")
     if pipeline.fp8:
         rule = f"is not written for {system}, whose recipe is its own"
         yield _failure(config, "pipeline.fp8", rule, "none")

@@ -312,7 +312,8 @@ def _values(schedule: Schedule) -> Iterator[_Value]:
     if isinstance(placement, Placement):
         yield "placement.stages", placement.stages, _is_row(placement.stages, int), integers
     yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
-    yield f"num_slices={schedule.num_slices!r}", m, isinstance(schedule.num_slices, int), "int"
+    k = schedule.num_slices
+    yield f"num_slices={k!r}", k, isinstance(k, int), "int"
     yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
     yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
     overlapped = schedule.overlapped
