@@ -12,7 +12,6 @@ import pytest
 import jaxpipe
 from jaxpipe.runtime.layers.split import split_layer
 from models import blocks, gpt, rotary
-from models.attention import causal_attention
 from models.gpt import GPTConfig
 
 TINY = GPTConfig(
@@ -79,25 +78,6 @@ def test_rotary_scores_depend_on_distance_only():
         np.testing.assert_allclose(diagonal, diagonal[0] * jnp.ones_like(diagonal), rtol=1e-5)
 
 
-def test_grouped_queries_equal_repeated_key_and_value_heads():
-    full = dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)
-    params = init(TINY, jax.random.key(0))
-    qkv = params["layers"]["attention"]["qkv"]["kernel"]
-    heads = qkv.reshape(*qkv.shape[:2], -1, TINY.head_width)
-    q, k, v = jnp.split(heads, (4, 6), axis=2)
-    repeated = jnp.concatenate([q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2)], axis=2)
-    attention = params["layers"]["attention"] | {
-        "qkv": {"kernel": repeated.reshape(*qkv.shape[:2], -1)}
-    }
-    expanded = params | {"layers": params["layers"] | {"attention": attention}}
-    np.testing.assert_allclose(
-        logits(full, expanded, tokens(TINY)),
-        logits(TINY, params, tokens(TINY)),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
 def test_flops_count_what_is_multiplied():
     """Without its lookups and attention a model does 6 operations a parameter and token."""
     attention = 12 * TINY.num_layers * TINY.width * TINY.sequence_length
@@ -161,35 +141,6 @@ def test_stretched_wavelengths():
     np.testing.assert_array_equal(rotary.frequencies(local, is_local=True), apart)
     between = (fits >= 1) & (fits <= 4)
     assert np.all((some[between] > every[between]) & (some[between] < kept[between]))
-
-
-def test_a_sink_takes_its_share_of_the_weights():
-    """The weights of a head are those of the softmax over its scores and one logit more."""
-    sinks = jnp.array([-2.0, 0.0, 1.0, 3.0])
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 6, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True))
-
-    def found(q, k, v, sinks):
-        return causal_attention(q, k, v, scale=0.5, window=3, sinks_N=sinks)
-
-    def expected(q, k, v, sinks):
-        k, v = (jnp.repeat(w, 2, axis=2) for w in (k, v))
-        distance = jnp.arange(6)[:, None] - jnp.arange(6)
-        seen = (distance >= 0) & (distance < 3)
-        scores = jnp.where(seen, jnp.einsum("btnh,bsnh->bnts", q, k), -9e9)
-        last = jnp.broadcast_to(sinks[:, None, None], (2, 4, 6, 1))
-        weights = jax.nn.softmax(jnp.concatenate((scores / 2, last), axis=-1))[..., :-1]
-        return jnp.einsum("bnts,bsnh->btnh", weights, v)
-
-    def results(attention):
-        gradients = jax.grad(lambda *w: jnp.sum(attention(*w) ** 2), (0, 1, 2, 3))(q, k, v, sinks)
-        return attention(q, k, v, sinks), gradients
-
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6),
-        results(found),
-        results(expected),
-    )
 
 
 def test_residual_projections_start_smaller():
