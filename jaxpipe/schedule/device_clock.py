@@ -158,7 +158,7 @@ def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
 
     def of_kind(kind: Kind, cell: Cell) -> np.ndarray:
         held = virtual_stages[stages, cell.chunk]
-        work: np.ndarray = np.asarray([durations[kind] for durations in of_chunk])[held]
+        work: np.ndarray = np.array([durations[kind] for durations in of_chunk], float)[held]
         if (slices := table.schedule.num_slices) > 1:
             for s, cost in enumerate(costs):
                 work += (held == s) * cost.more(kind, cell.microbatch, slices)

@@ -107,8 +107,8 @@ def walk(
     walked = Walk([[] for _ in schedule.orders], [[] for _ in schedule.orders], {})
     done: dict[int, float] = {}  # result -> end
     waiting: dict[int, list[int]] = collections.defaultdict(list)  # result -> stages
-    known: dict[tuple[Kind, int], tuple[int, list[tuple[int, float]], Sequence[float]]] = {}
-    ready = [*range(len(schedule.orders))]
+    known: dict[tuple[Kind, int, int], tuple[int, list[tuple[int, float]], Sequence[float]]] = {}
+    ready, num_slices = [*range(len(schedule.orders))], max(schedule.num_slices, 1)
 
     def take(unit: Sequence[Action]) -> Sequence[float]:
         return [1, 0][: len(unit)] if durations is None else durations(unit)
@@ -131,7 +131,8 @@ def walk(
                 unit = order[position : position + 2]
             results_of_unit = []
             for action in unit:
-                place, i = (action.kind, action.virtual_stage), action.microbatch
+                i = action.microbatch
+                place = action.kind, action.virtual_stage, i % num_slices
                 if (facts := known.get(place)) is None:
                     facts = known[place] = facts_of(action)
                 number, inputs, times = facts
