@@ -36,13 +36,16 @@ def zb_h1(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Sch
     )
 
 
-def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
+def zb_h2(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Schedule:
     """Fills the warm-up with forwards and the cool-down with W: stages never idle at F=B=W.
+
+    With slices its longer warm-up is slack: stages wait less for later slices, which take longer.
 
     ============  =====================================================================
     bubble        at W <= F, W <= B, m >= 2p-1: (p-1)(F+B-2W) in the longest span of a stage and
                   (p-1) max(F, F+B-2W) in the makespan, as the last stage starts (p-1)F later
     in flight     min(m, 2p-1) on every stage
+    k slices      the same of m k microbatches of 1/k, and k-1 more in flight
     constraints   p >= 1, m >= 1, v = 1; with fewer microbatches than 2p-1 the warm-up lies between
                   those of ZB-H1 and ZB-H2, so that it never ends later than ZB-H1
     source        arXiv 2401.10241, ZB-H2
@@ -53,13 +56,14 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Schedule:
       (7, 7, 7, 7)
     """
     # More forwards than this would be followed by no steady state.
-    most = max(0, num_microbatches - num_stages)
+    most = max(0, num_microbatches * num_slices - num_stages)
     return depth_first(
         "zb-h2",
         linear(num_stages),
         num_microbatches,
         warm_ups=[behind + min(behind, most) for behind in reversed(range(num_stages))],
         delays=[d + min(d, most) for d in range(num_stages)],
+        num_slices=num_slices,
     )
 
 
