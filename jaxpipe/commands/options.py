@@ -67,21 +67,24 @@ def say_written(path: Path) -> None:
 
 
 def parse_costs(text: str, *, option: str = "costs") -> Costs:
-    """Reads "F,B,W", "F,B,W,message" or "F,B,W,message,overlap", the value of an option.
+    """Reads the value of an option: "F,B,W", and as many of ",message,overlap,attention".
 
     Raises:
-      ValueError: the text is not three to five numbers, or a number is out of range.
+      ValueError: the text is not three to six numbers, or a number is out of range.
 
     Example:
       >>> parse_costs("1,1.2,0.8")
-      Costs(f=1.0, b=1.2, w=0.8, message=0.0, overlap=0.0)
+      Costs(f=1.0, b=1.2, w=0.8, message=0.0, overlap=0.0, attention=0.0)
     """
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (3, 4, 5):
-        rule = "must be three to five numbers: F,B,W, then a message, then the share of overlap"
+    if not 3 <= len(numbers) <= 6:
+        rule = (
+            "must be three to six numbers: F,B,W, then a message, then the shares of overlap and "
+            "of attention"
+        )
         refuse([Problem(option, text, rule, {option: DEFAULT_COSTS})])
     try:
         return Costs(*numbers)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.lowering.table import NONE, TickTable
+from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable
 from jaxpipe.schedule.simulate import (
     Costs,
     TimedAction,
@@ -154,12 +154,15 @@ def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
       costs: costs of every virtual stage.
     """
     virtual_stages = np.asarray(table.schedule.placement.virtual_stages)
-    of_chunk = kind_durations(costs)
-    stages = np.arange(len(virtual_stages))
-    return {
-        kind: (cell.layers > 0)
-        * np.asarray([durations[kind] for durations in of_chunk])[
-            virtual_stages[stages, cell.chunk]
-        ]
-        for kind, cell in table.passes.items()
-    }
+    of_chunk, stages = kind_durations(costs), np.arange(len(virtual_stages))
+
+    def of_kind(kind: Kind, cell: Cell) -> np.ndarray:
+        held = virtual_stages[stages, cell.chunk]
+        work: np.ndarray = np.asarray([durations[kind] for durations in of_chunk])[held]
+        if (slices := table.schedule.num_slices) > 1:
+            for s, cost in enumerate(costs):
+                work += (held == s) * cost.more(kind, cell.microbatch, slices)
+        work *= cell.layers > 0
+        return work
+
+    return {kind: of_kind(kind, cell) for kind, cell in table.passes.items()}

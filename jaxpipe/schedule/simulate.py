@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
+from typing import Any
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
@@ -19,7 +20,8 @@ from jaxpipe.schedule.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Times of one microbatch on one chunk, in any one unit; a fused backward takes b + w.
+    """Times of one microbatch, or of its average slice, on one chunk, in any one unit; a fused
+    backward takes b + w.
 
     Args:
       f: forward, 1e-100 to 1e100, so that no sum or ratio of times is infinite or undefined.
@@ -29,6 +31,8 @@ class Costs:
       overlap: how much an overlapped pair of a forward and a backward saves, as a share of the
         shorter of both, 0 to 1. Only the free-running clock reads it: the device clock is that of
         jaxpipe's program, which runs one after the other.
+      attention: the share of f and b, 0 to 1, that grows with the keys that a slice of a sequence
+        sees: that of slice j of k is (2j+1)/k of the average.
 
     Raises:
       ValueError: a cost is out of range or not a number.
@@ -39,6 +43,7 @@ class Costs:
     w: float
     message: float = 0.0
     overlap: float = 0.0
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         problems = [
@@ -50,15 +55,22 @@ class Costs:
             problems.append(
                 f"costs.message={self.message} must be a finite number from 0 to 1e100."
             )
-        if not 0 <= self.overlap <= 1:
-            problems.append(f"costs.overlap={self.overlap} must be a share from 0 to 1.")
+        for name in ("overlap", "attention"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                problems.append(f"costs.{name}={share} must be a share from 0 to 1.")
         if problems:
             raise ValueError("\n".join(problems))
 
     def of(self, kind: Kind) -> float:
-        """The duration of an action of this kind."""
+        """The duration of an action of this kind, of an average slice."""
         both = self.b + self.w
         return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both}[kind]
+
+    def more(self, kind: Kind, number: Any, num_slices: int) -> Any:
+        """How much longer such an action takes for the slice of this number, counted over all
+        sequences: an integer, or an array of them."""
+        grows = {Kind.F: self.f, Kind.W: 0.0}.get(kind, self.b)
+        return self.attention * grows * ((2 * (number % num_slices) + 1) / num_slices - 1)
 
 
 MEASURED = "measured"
@@ -73,7 +85,9 @@ def kind_durations(costs: Sequence[Costs]) -> list[dict[Kind, float]]:
     return [{kind: cost.of(kind) for kind in HELD} for cost in costs]
 
 
-def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float]:
+def unit_durations(
+    unit: Sequence[Action], costs: Sequence[Costs], num_slices: int = 1
+) -> list[float]:
     """Computes how long the actions of a unit (`Schedule.units`) take, free-running: a pair shares
     what its overlap saves.
 
@@ -83,6 +97,10 @@ def unit_durations(unit: Sequence[Action], costs: Sequence[Costs]) -> list[float
       [0.8, 1.6]
     """
     durations = [costs[action.virtual_stage].of(action.kind) for action in unit]
+    if num_slices > 1:
+        for place, action in enumerate(unit):
+            cost = costs[action.virtual_stage]
+            durations[place] += cost.more(action.kind, action.microbatch, num_slices)
     overlap = costs[unit[0].virtual_stage].overlap
     if len(unit) == 1 or not overlap:
         return durations
@@ -264,7 +282,8 @@ def _walk(schedule: Schedule, costs: Sequence[Costs] | None = None) -> Walk:
         walked = walk(schedule)
     else:
         messages = [cost.message for cost in costs] if any(c.message for c in costs) else ()
-        walked = walk(schedule, durations=partial(unit_durations, costs=costs), messages=messages)
+        durations = partial(unit_durations, costs=costs, num_slices=schedule.num_slices)
+        walked = walk(schedule, durations=durations, messages=messages)
     # Only `validate` knows how to explain a schedule that stops; pay for it only then.
     if walked.blockers or not all(schedule.orders):
         validate(schedule)

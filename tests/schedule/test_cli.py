@@ -272,7 +272,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         ),
         (["show", "1f1b"], "needs --stages and --microbatches"),
         (["show", "gpipe", *SHAPE, "--chunks", "2"], "--chunks 2 does not fit"),
-        (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three to five numbers"),
+        (["show", "gpipe", *SHAPE, "--costs", "1,1"], "--costs 1,1 must be three to six numbers"),
         (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
         (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
         (["compare", "1f1b", "zb-v", *SHAPE, "--chunks", "4"], "none of 1f1b, zb-v lets one"),

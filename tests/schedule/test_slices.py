@@ -121,6 +121,18 @@ def test_the_device_clock_runs_slices_like_microbatches():
     assert device_clock(schedule, UNIT).makespan == device_clock(whole, UNIT).makespan
 
 
+@pytest.mark.parametrize("name", ["1f1b-fused", "zb-h1"])
+def test_later_slices_take_longer(name):
+    """All attention: slice j of 4 takes 1, 3, 5, 7 quarters of the average, W aside."""
+    schedule, costs = sliced(name, 1, 1, 4), Costs(1, 2, 1, attention=1.0)
+    for clock in (simulate, device_clock):
+        timeline = clock(schedule, costs)
+        lengths = {str(part.action): part.end - part.start for part in timeline.rows[0]}
+        assert [lengths[f"0F{j}"] for j in range(4)] == [0.25, 0.75, 1.25, 1.75]
+        assert timeline.makespan == 4 * (1 + 2 + 1)
+        assert timeline.bubble_ratio == 0
+
+
 def test_csv_of_slices_is_refused():
     with pytest.raises(ScheduleError, match="cuts sequences into 4 slices, and PyTorch's format"):
         write_csv(sliced("1f1b", 2, 2, 4))
