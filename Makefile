@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices plan-memory published figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-slices study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices plan-memory published figures docs
 
 setup: $(INSTALLED)
 
@@ -98,6 +98,9 @@ study-controllable-memory: setup
 
 study-measured-costs: setup
 	$(BIN)/python -m benchmarks.studies.measured_costs $(ARGS)
+
+study-slices: setup
+	$(BIN)/python -m benchmarks.studies.slices $(ARGS)
 
 # jax's CUDA plugin and compiler without the CUDA libraries: enough to compile for GPUs.
 gpu-environment: setup

@@ -59,7 +59,8 @@ _MOVES = frozenset(
      "concatenate", "select", "iota", "fusion"}
 )  # fmt: skip
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
-_GROUPED = 'custom_call_target="mosaic_gpu'  # the only Pallas kernels of our models
+_GROUPED = 'custom_call_target="mosaic_gpu'  # models/grouped_matmul.py
+_BLOCKS = 'custom_call_target="__gpu$xla.gpu.triton"'  # models/flash_kernels.py
 _GROUPED_ROWS = 64  # of a tile in models/grouped_matmul.py
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
@@ -85,6 +86,9 @@ def kernel(
     if found := _ATTENTION.search(row.text):
         moved = sum(sum(one.bytes) for one in (*read, row))
         return Kernel(Use.ATTENTION, _attention_flops(read, row, found[1]), moved)
+    if _BLOCKS in row.text:
+        moved = sum(sum(one.bytes) for one in (*read, row))
+        return Kernel(Use.ATTENTION, _block_flops(read, row), moved)
     if _GROUPED in row.text:
         moved = sum(sum(one.bytes) for one in (*read, row))
         return Kernel(Use.MATMUL, _grouped_flops(read, row), moved)
@@ -191,6 +195,14 @@ def _attention_flops(read: list[Instruction], row: Instruction, kind: str) -> in
     _, length, _, _ = read[1].shapes[0]  # of the keys: rows, length, heads, head width
     matmuls = 5 if kind.endswith("Backward") else 2
     return 2 * matmuls * math.prod(row.shapes[0]) * length // (2 if "CAUSAL" in row.text else 1)
+
+
+def _block_flops(read: list[Instruction], row: Instruction) -> int:
+    """A kernel of `models.flash_kernels`, for causal queries of one document: two matmuls forward,
+    three for the gradients of queries, and four for those of keys and of values."""
+    matmuls = {(4, 3): 2, (4,): 3, (4, 4): 4}[tuple(map(len, row.shapes))]
+    queries, (_, length, _, _) = (one.shapes[0] for one in read[:2])
+    return 2 * matmuls * math.prod(queries) * length // 2
 
 
 def _grouped_flops(read: list[Instruction], row: Instruction) -> int:

@@ -132,6 +132,32 @@ def test_attention_is_two_matmuls_and_five_backward_half_of_them_if_causal(targe
     assert found.bytes == 4 * 2 * 2 * 48 * 4 * 16
 
 
+BLOCKS = """
+ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,48,4,16] {
+  %q = bf16[2,48,4,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,96,2,16]{3,2,1,0} parameter(1)
+  ROOT %y = RESULTS custom-call(%q, %k, %k), custom_call_target="__gpu$xla.gpu.triton"
+}
+"""
+KEYS = "bf16[2,96,2,16]{3,2,1,0}"
+
+
+@pytest.mark.parametrize(
+    ("results", "matmuls"),
+    [
+        ("(bf16[2,48,4,16]{3,2,1,0}, f32[2,4,48]{2,1,0})", 2),
+        ("bf16[2,48,4,16]{3,2,1,0}", 3),
+        (f"({KEYS}, {KEYS})", 4),
+    ],
+    ids=["forward", "queries", "keys and values"],
+)
+def test_kernels_of_attention_over_blocks_compute_half_of_all_pairs(results, matmuls):
+    program = HloProgram(BLOCKS.replace("RESULTS", results))
+    found = kernel(program, "main", program.computations["main"][-1], WEIGHTS)
+    assert found.use is Use.ATTENTION
+    assert found.flops == matmuls * 2 * (2 * 4) * (48 * 96 / 2) * 16
+
+
 def seconds(**trips: float):
     """The entry's time by use, if these loops run so often."""
     roofline = Roofline(HloProgram(PROGRAM), WEIGHTS)
