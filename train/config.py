@@ -220,6 +220,9 @@ class CostsConfig(Section):
     """Backward for the weights."""
     message: NonNegative = 0.0
     """One message between stages."""
+    attention: Annotated[float, Range(0, 1)] = 0.0
+    """Share of f and b that is attention, which takes longer for later slices of a sequence
+    (pipeline.sequence_slices)."""
 
 
 class OptimizerConfig(Section):
