@@ -121,6 +121,10 @@ def _slices(model: Model, schedule: Schedule | None) -> Iterator[str]:
             f"{cut}, and Model.carry is None: say what a layer hands from slice to slice; "
             "`carry=lambda x, microbatch, num_slices: ()` if it does not mix tokens."
         )
+    elif isinstance(model.carry, tuple) and (
+        model.layers_are_alike or len(model.carry) != len(model.layer)
+    ):
+        yield "Model.carry is a tuple, and must have one for each function of Model.layer."
 
 
 _PARTS = ("embed", "layers", "head")

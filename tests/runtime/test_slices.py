@@ -212,6 +212,8 @@ def _hands_on_all(w, x, batch, rng, carry=None, start=0):
         ({}, {}, 3, r"16 positions.*into 3 slices.\nNearest valid: 15, 18"),
         ({"layer": _hands_on_all}, {}, 4, "must keep its structure, shapes"),
         ({"layer": lambda w, x, batch, rng: x}, {}, 4, "start"),
+        ({"carry": lambda x, batch, k: jnp.zeros(3, int)}, {}, 4, "only floating-point arrays"),
+        ({"carry": (_half, _half)}, {}, 4, "must have one for each function of Model.layer"),
         ({"stateful": True}, {}, 4, "may have a carry or a state, not both"),
     ],
 )

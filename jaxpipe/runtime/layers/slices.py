@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.losses import WithLoss
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.trees import describe
 from jaxpipe.runtime.types import Activation, Batch, Index, Key, LayerParams, Shapes, Tree
 
 
@@ -85,6 +86,12 @@ def carry_of(model: Model, layer: int, x: Activation, microbatch: Batch, num_sli
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         jax.eval_shape(empty, x, microbatch),
     )
+    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(shapes)):
+        raise ValueError(
+            f"Model.carry returns {describe(shapes)} for layer {layer}; only floating-point arrays "
+            "go from slice to slice, since their cotangents come back. Integers up to 2**24 are "
+            "exact in float32."
+        )
     return Carry(empty, shapes, tuple(map(is_marked, leaves)))
 
 
