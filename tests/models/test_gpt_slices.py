@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from covering import covering
 
 import jaxpipe
 from jaxpipe import testing
 from models import gpt
 from models.gpt_config import GPTConfig
 
-ROWS, LENGTH = 4, 16
+ROWS, LENGTH = 4, 32
 
 GROUPED = GPTConfig(
     vocab_size=48, sequence_length=LENGTH, num_layers=4, width=16, num_heads=4, num_kv_heads=2
@@ -49,7 +51,7 @@ def _batch(config: GPTConfig, documents: bool) -> dict[str, jax.Array]:
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if documents:
         batch["documents"] = jnp.sort(jax.random.randint(keys[1], (ROWS, LENGTH), 0, 3))
-        filled = jnp.arange(LENGTH) < jnp.array([16, 9, 13, 5])[:, None]
+        filled = jnp.arange(LENGTH) < jnp.array([32, 9, 25, 5])[:, None]
         batch["targets"] = jnp.where(filled, batch["targets"], -1)
     if config.positions == "learned":
         batch["positions"] = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
@@ -74,6 +76,28 @@ def test_slices_of_a_gpt_match_whole_sequences(name, schedule, slices, documents
         floor=1e-3,
         **options,
     )
+
+
+VALUES = (
+    tuple(CONFIGS),
+    ("1f1b", "1f1b-fused", "interleaved", "zb-h1", "zb-h2", "interleaved-zb"),
+    (2, 4, 8),
+    (False, True),
+    ("none", "dots", "full"),
+    (0, 1, 2, 3),
+    ("data", "tensor", "context"),
+)
+"""Of `CONFIGS`, schedules, slices, documents, policies, ZeRO levels, axes of two devices."""
+SAMPLE = list(itertools.product(*VALUES))[::37]
+
+
+@pytest.mark.slow
+@pytest.mark.pipeline
+@pytest.mark.parametrize("case", covering(SAMPLE), ids=str)
+def test_every_pair_of_options_with_slices(case):
+    *given, remat, zero, axis = case
+    options = {"remat": remat, "zero": zero, axis: 2}
+    test_slices_of_a_gpt_match_whole_sequences(*given, options)
 
 
 def test_a_slice_needs_targets_and_learned_positions():
