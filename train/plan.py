@@ -53,6 +53,7 @@ class Planned:
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
         self.task = tasks.make(config)
+        self._params = jax.eval_shape(self.task.init, jax.random.key(0))
 
     def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
         """Traces the model for all devices that may share a layer, and every policy."""
@@ -160,10 +161,6 @@ class Planned:
         words = [f"pipeline.schedule=plan on {device}s: {_in_words(best)}"]
         words += [f"then {_in_words(other)}" for other in result.best[1:3]]
         return _changed(config, changed), "; ".join(words)
-
-    @property
-    def _params(self) -> Any:
-        return jax.eval_shape(self.task.init, jax.random.key(0))
 
     @property
     def _compute_bytes(self) -> int:

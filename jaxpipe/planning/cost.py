@@ -388,23 +388,21 @@ _NOTHING = LayerTransfer(0.0, 0.0)
 def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
     for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
-    plan, layer = placed.plan, layer_costs(placed)
-    layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
-    at_end = plan.stage * _head(placed) if plan.ends else 0.0
-    hidden = hidden_in_pairs(placed)
-    makespan = grown(program, lambda short: replayed(short, layer, head=at_end, hidden=hidden))
-    if hidden:
-        layers -= hidden * grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
-    waits = makespan - layers - (head if plan.ends else 0.0)
-    transfers = _exposed(program, layer, transfer(placed)) + _outer_transfer(placed)
-    if plan.on_host.residuals:  # their slots are made there
-        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
-    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
-    return parts | {"update": _update(placed)}
+    parts = _seconds_of_order(placed, program)
+    parts["transfers"] += _exposed(program, layer_costs(placed), transfer(placed))
+    return parts
 
 
-def least_seconds(placed: PlacedPlan) -> float:
-    """Bounds the seconds of a step from below, whatever the schedule."""
+def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:
+    """Bounds the seconds of a step from below: whatever the schedule, or with one that hides all
+    transfers under layers."""
+    if program is not None:
+        return sum(_seconds_of_order(placed, program).values())
+    return least_of_family(placed) + _outer_transfer(placed) + _update(placed)
+
+
+def least_of_family(placed: PlacedPlan) -> float:
+    """Bounds the seconds of a step from below, whatever the schedule and the plan's options."""
     plan, layer = placed.plan, layer_costs(placed)
     # The last stage waits for the first microbatch; where B and W are one, the first stage also
     # waits for the last gradient to come back.
@@ -413,9 +411,25 @@ def least_seconds(placed: PlacedPlan) -> float:
     fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
     *_, whole_head = _passes(placed)
     head = plan.microbatches * whole_head / plan.stage
-    outside = _outer_transfer(placed) + _update(placed)
     hidden = hidden_in_pairs(placed) * plan.microbatches * placed.model.num_layers / plan.stage
-    return _layer_seconds(placed, layer) - hidden + fill + head + outside
+    return _layer_seconds(placed, layer) - hidden + fill + head
+
+
+def _seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
+    """Predicts the parts of `step_seconds` without transfers under layers."""
+    plan, layer = placed.plan, layer_costs(placed)
+    layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
+    at_end = plan.stage * _head(placed) if plan.ends else 0.0
+    hidden = hidden_in_pairs(placed)
+    makespan = grown(program, lambda short: replayed(short, layer, head=at_end, hidden=hidden))
+    if hidden:
+        layers -= hidden * grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
+    waits = makespan - layers - (head if plan.ends else 0.0)
+    transfers = _outer_transfer(placed)
+    if plan.on_host.residuals:  # their slots are made there
+        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
+    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
+    return parts | {"update": _update(placed)}
 
 
 def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
@@ -512,7 +526,8 @@ def hidden_in_pairs(placed: PlacedPlan) -> float:
 
 def paired_layers(program: Program) -> np.ndarray:
     """Counts the layers that run in pairs of F and a whole backward, ``[ticks, stages]``."""
-    passes = {kind: cell.layers for kind, cell in table_of(program).passes.items()}
+    table = table_of(program.without_transfers())
+    passes = {kind: cell.layers for kind, cell in table.passes.items()}
     fused = Kind.BW in passes
     backward = passes[Kind.BW] if fused else np.minimum(passes[Kind.B], passes[Kind.W])
     return np.minimum(passes[Kind.F], backward)

@@ -299,6 +299,33 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
 # The plans that there are.
 
 
+class Options(NamedTuple):
+    """Fields of a plan that change neither its layers nor the order of its schedule."""
+
+    zero: int
+    weight_slots: int
+    on_host: Offload
+    ends: bool
+
+
+class Family(NamedTuple):
+    """Plans that differ in their options alone."""
+
+    placed: PlacedPlan
+    options: Sequence[Options]
+
+    def plan(self, options: Options) -> PlacedPlan:
+        """Makes a plan with some options."""
+        own = dataclasses.replace(self.placed.plan, **options._asdict())
+        return PlacedPlan(own, self.placed.model, self.placed.cluster)
+
+    def leanest(self) -> Iterator[PlacedPlan]:
+        """Yields the plans that take the least memory at each ZeRO level, with the ends or without:
+        one slot, and on the host what may lie there."""
+        by_level = {(options.zero, options.ends): options for options in self.options}
+        return map(self.plan, by_level.values())
+
+
 def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
     """Lists what may lie on the host: first the state, which moves once per step."""
     if not (model.may_offload and cluster.has_host_memory):
@@ -323,6 +350,19 @@ def plans(
     on_host: Sequence[Offload] = (NOTHING,),
 ) -> Iterator[Plan]:
     """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
+    for family in families(model, cluster, batches, excluded, on_host=on_host):
+        yield from (family.plan(options).plan for options in family.options)
+
+
+def families(
+    model: ModelSizes,
+    cluster: Cluster,
+    batches: Sequence[int],
+    excluded: Counter[str],
+    *,
+    on_host: Sequence[Offload] = (NOTHING,),
+) -> Iterator[Family]:
+    """Yields all plans as `plans` does, by what they share."""
     meshes = sorted({variant.mesh for variant in model.variants})
     remats = sorted({variant.remat for variant in model.variants})
     for context, tensor, expert in meshes:
@@ -343,18 +383,18 @@ def plans(
                     continue
                 shape = stage, data, context, tensor, expert, batch // (rows * data), rows
                 for remat in remats:
-                    yield from _options(model, cluster, shape, remat, on_host, excluded)
+                    yield from _families(model, cluster, shape, remat, on_host, excluded)
 
 
-def _options(
+def _families(
     model: ModelSizes,
     cluster: Cluster,
     shape: tuple[int, ...],
     remat: str,
     on_host: Sequence[Offload],
     excluded: Counter[str],
-) -> Iterator[Plan]:
-    """Yields schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
+) -> Iterator[Family]:
+    """Yields schedules and replicas of one mesh, microbatch and policy, with their options."""
     stage, data, context, tensor, expert, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
@@ -373,12 +413,16 @@ def _options(
             if stage * chunks > model.num_layers:
                 excluded["layers"] += 1
                 continue
-            for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                slots = (1, 2) if zero >= 2 and chunks > 1 else (1,)
-                for replica, weight_slots, host, at_ends in itertools.product(
-                    replicas if zero else (1,), slots, on_host, ends
-                ):
-                    yield Plan(
-                        *(stage, data, context, tensor, replica, name, chunks, microbatches),
-                        *(rows, remat, zero, weight_slots, weights, host, expert, at_ends),
-                    )
+            for replica in replicas:
+                zeros = (0,) if data == 1 else (0, 1, 2, 3) if replica == 1 else (1, 2, 3)
+                options = [
+                    Options(zero, slots, host, at_ends)
+                    for zero in zeros
+                    for slots in ((2, 1) if zero >= 2 and chunks > 1 else (1,))
+                    for host, at_ends in itertools.product(on_host, ends)
+                ]
+                plan = Plan(
+                    *(stage, data, context, tensor, replica, name, chunks, microbatches),
+                    *(rows, remat, zeros[0], 1, weights, NOTHING, expert, ends[0]),
+                )
+                yield Family(PlacedPlan(plan, model, cluster), options)

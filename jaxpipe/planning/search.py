@@ -8,6 +8,8 @@ among the best. The finalists are timed again as they would run, with orders mad
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from jaxpipe.planning import cost, plans
 from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
+from jaxpipe.planning.plans import Family, Offload, PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -128,36 +130,33 @@ def search(
       ArgumentError: no plan exists, or none fits the memory.
     """
     excluded: Counter[str] = Counter()
-    placed = [
-        PlacedPlan(plan, model, cluster)
+    families = [
+        family
         for cluster in clusters
-        for plan in plans.plans(
+        for family in plans.families(
             model,
             cluster,
             goal.batches,
             excluded,
             on_host=plans.on_host(model, cluster) if on_host is None else [on_host],
         )
-        if allowed(plan)
+        if any(allowed(family.plan(options).plan) for options in family.options)
     ]
-    considered = len(placed) + excluded.total()
-    if not placed:
+    if not families:
         devices = clusters[0].count
         rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
         refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
     progress(0.05)
-    bounds = ((candidate, cost.least_bytes(candidate)) for candidate in placed)
-    fitting = [(candidate, least) for candidate, least in bounds if least <= room(candidate)]
-    excluded["memory"] += len(placed) - len(fitting)
-    screened = screen(fitting, goal, finalists, excluded, progress)
+    screened = screen(families, goal, finalists, excluded, allowed, progress)
     if not screened:
-        _refuse_memory([candidate for candidate, _ in fitting] or placed)
+        _refuse_memory([placed for family in families for placed in family.leanest()])
+    considered = len(screened) + excluded.total()
 
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
-    one_stage = [(candidate, least) for candidate, least in fitting if candidate.plan.stage == 1]
-    plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
+    one_stage = [family for family in families if family.placed.plan.stage == 1]
+    plain = min(screen(one_stage, goal, 1, Counter(), allowed), key=value, default=None)
     first, others = _finalists(screened, value, finalists)
     timed = []
     for number, prediction in enumerate([*first, *others], start=1):
@@ -205,32 +204,55 @@ def _kind(prediction: Prediction) -> tuple[object, ...]:
 
 
 def screen(
-    fitting: Sequence[tuple[PlacedPlan, float]],
+    families: Sequence[Family],
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
+    allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Prediction]:
     """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
 
-    ``fitting`` are plans, each with the bytes that it takes at least.
-
-    Plans are taken up in the order of their bounds. As soon as these are above the finalists, the
-    only plans left are those whose bounds are not near to all three measures of a prediction.
+    Families and then their plans are taken up in the order of their bounds. As soon as these are
+    above the finalists, the only plans left are those whose bounds are not near to all three
+    measures of a prediction.
     """
-    bounds = ((_bounds(placed, least, goal), placed) for placed, least in fitting)
-    ranked = sorted(bounds, key=lambda bound: goal.value(bound[0]))
+    numbers = itertools.count()
+    queue: list[tuple[float, int, Measures, Family | PlacedPlan]] = []
+
+    def add(seconds: float, memory: float, entry: Family | PlacedPlan, placed: PlacedPlan) -> None:
+        least = _measures(placed, goal, seconds, memory)
+        heapq.heappush(queue, (goal.value(least), next(numbers), least, entry))
+
+    for family in families:
+        memory = min(map(cost.least_bytes, family.leanest()))
+        if memory <= room(family.placed):
+            add(cost.least_of_family(family.placed), memory, family, family.placed)
+        else:
+            excluded["memory"] += len(family.options)
     predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
     pareto: list[Measures] = []
     worst = math.inf
-    for number, (least, placed) in enumerate(ranked):
-        progress(0.05 + 0.55 * number / len(ranked))
-        if goal.value(least) > worst and any(best.near(least, _NEAR) for best in pareto):
-            excluded["slower"] += 1
-            continue
-        prediction = evaluated(placed, goal, excluded)
-        if prediction is not None:
+
+    def slower(least: Measures, factor: float = 1.0) -> bool:
+        return goal.value(least) > worst and any(best.near(least, factor) for best in pareto)
+
+    while queue:
+        _, number, least, entry = heapq.heappop(queue)
+        progress(0.05 + 0.55 * number / (number + len(queue)))
+        if slower(least, _NEAR):
+            excluded["slower"] += len(entry.options) if isinstance(entry, Family) else 1
+        elif isinstance(entry, Family):
+            for placed in map(entry.plan, entry.options):
+                if not allowed(placed.plan):
+                    continue
+                memory = cost.least_bytes(placed)
+                if memory <= room(placed):
+                    add(cost.least_seconds(placed), memory, placed, placed)
+                else:
+                    excluded["memory"] += 1
+        elif (prediction := evaluated(entry, goal, excluded, slower)) is not None:
             predictions.append(prediction)
             new = prediction.measures
             if not any(best.near(new) for best in pareto):
@@ -241,14 +263,18 @@ def screen(
     return predictions
 
 
-def _bounds(placed: PlacedPlan, least_bytes: float, goal: Goal) -> Measures:
-    """Bounds what a plan takes from below."""
-    seconds = goal.steps_of(placed) * cost.least_seconds(placed)
-    dollars = seconds * placed.cluster.dollars_per_second
-    return Measures(seconds, least_bytes, dollars)
+def _measures(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:
+    """Extends seconds of a step to those of the training, and to its cost."""
+    seconds *= goal.steps_of(placed)
+    return Measures(seconds, memory, seconds * placed.cluster.dollars_per_second)
 
 
-def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Prediction | None:
+def evaluated(
+    placed: PlacedPlan,
+    goal: Goal,
+    excluded: Counter[str],
+    slower: Callable[[Measures], bool] = lambda least: False,
+) -> Prediction | None:
     """Predicts a plan with its published order; None, with the reason counted, if it is out."""
     program = cost.program_of(placed, published=True)
     try:
@@ -257,6 +283,9 @@ def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Predict
         excluded["schedule"] += 1
         return None
     if least <= room(placed):
+        if slower(_measures(placed, goal, cost.least_seconds(placed, program), least)):
+            excluded["slower"] += 1
+            return None
         parts = cost.device_bytes(placed, program)
         if sum(parts.values()) <= room(placed):
             seconds = cost.step_seconds(placed, program)
