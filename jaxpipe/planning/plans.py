@@ -193,6 +193,12 @@ class PlacedPlan:
         return (self.layer_parameters + split_already) / self.plan.parts
 
     @cached_property
+    def read_bytes(self) -> float:
+        """Bytes of an element of a layer's weights where it reads them: the mean."""
+        wide, quantized = self.model.compute_bytes, self.model.mean(self.variant, "quantized").fixed
+        return wide - (wide - 1) * quantized / self.layer_parameters if quantized else wide
+
+    @cached_property
     def stage_parameters(self) -> float:
         """Parameters of the layers of a stage on a device, not sharded over data."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_parameters

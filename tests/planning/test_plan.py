@@ -333,8 +333,11 @@ def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path, caps
     point = EntryPoint("train", "train.plan:read", configurations.GROUP)
     monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
     config, out = tmp_path / "config.yaml", tmp_path / "plan.yaml"
-    config.write_text(CONFIG)
     arguments = ["plan", "--config", str(config), "--devices", "2", "--device", "cpu"]
+    config.write_text(f"{CONFIG}pipeline: {{fp8: '*kernels'}}")
+    assert cli.main(arguments) == 2
+    assert "*kernels" in capsys.readouterr().err
+    config.write_text(f"{CONFIG}pipeline: {{fp8: '*kernel'}}")
     assert cli.main([*arguments, "--measure", "1", "--out", str(out)]) == 0
     assert "compiled" in capsys.readouterr().out
     written = parse(["--config", str(out)])
@@ -342,6 +345,7 @@ def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path, caps
     assert written.config.mesh.num_devices == 2
     assert written.config.train.batch_size == 16
     assert written.config.model.num_layers == 4
+    assert written.config.pipeline.fp8 == "*kernel"
 
 
 def test_mistakes_of_a_configuration_are_the_trainers(monkeypatch, tmp_path, capsys):
