@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -306,7 +306,7 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
 
 
 class Options(NamedTuple):
-    """Fields of a plan that change neither its layers nor the order of its schedule."""
+    """Fields of a plan beside its mesh, schedule, microbatches and policy."""
 
     zero: int
     weight_slots: int
@@ -315,21 +315,34 @@ class Options(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Plans that differ in their options alone."""
+    """Plans that differ in their options alone.
+
+    Args:
+      placed: the first of them.
+      options: those of each, with less on the host before more, and more slots before fewer.
+    """
 
     placed: PlacedPlan
     options: Sequence[Options]
 
-    def plan(self, options: Options) -> PlacedPlan:
-        """Makes a plan with some options."""
-        own = dataclasses.replace(self.placed.plan, **options._asdict())
-        return PlacedPlan(own, self.placed.model, self.placed.cluster)
+    def members(self) -> Iterator[Family]:
+        """Yields every plan as a family of its own."""
+        for one in self.options:
+            plan = dataclasses.replace(self.placed.plan, **one._asdict())
+            placed = PlacedPlan(plan, self.placed.model, self.placed.cluster)
+            yield Family(placed, [one])
 
-    def leanest(self) -> Iterator[PlacedPlan]:
-        """Yields the plans that take the least memory at each ZeRO level, with the ends or without:
-        one slot, and on the host what may lie there."""
-        by_level = {(options.zero, options.ends): options for options in self.options}
-        return map(self.plan, by_level.values())
+    def only(self, allowed: Callable[[Plan], bool]) -> list[Family]:
+        """Lists a family of the plans that are allowed; none if there are none."""
+        kept = [one for one in self.members() if allowed(one.placed.plan)]
+        options = [option for one in kept for option in one.options]
+        return [Family(kept[0].placed, options)] if kept else []
+
+    def leanest(self) -> Family:
+        """Selects the plans that take the least memory, for each ZeRO level and for who computes
+        the ends."""
+        by_level = {(one.zero, one.ends): one for one in self.options}
+        return self._replace(options=list(by_level.values()))
 
 
 def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
@@ -357,7 +370,7 @@ def plans(
 ) -> Iterator[Plan]:
     """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
     for family in families(model, cluster, batches, excluded, on_host=on_host):
-        yield from (family.plan(options).plan for options in family.options)
+        yield from (member.placed.plan for member in family.members())
 
 
 def families(
@@ -429,6 +442,6 @@ def _families(
                 ]
                 plan = Plan(
                     *(stage, data, context, tensor, replica, name, chunks, microbatches),
-                    *(rows, remat, zeros[0], 1, weights, NOTHING, expert, ends[0]),
+                    *(rows, remat, zeros[0], 1, weights, on_host[0], expert, ends[0]),
                 )
                 yield Family(PlacedPlan(plan, model, cluster), options)

@@ -113,7 +113,7 @@ def search(
     *,
     finalists: int = FINALISTS,
     on_host: Offload | None = None,
-    allowed: Callable[[Plan], bool] = lambda plan: True,
+    allowed: Callable[[Plan], bool] | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:
     """Finds the best plans.
@@ -123,7 +123,7 @@ def search(
       finalists: how many of the best plans that differ in mesh, schedule or policy to time as they
         would run.
       on_host: what lies on the host; None for what is best there.
-      allowed: which plans may be taken.
+      allowed: which plans may be taken; None for all.
       progress: told which share of the work is done, 0 to 1.
 
     Raises:
@@ -140,23 +140,25 @@ def search(
             excluded,
             on_host=plans.on_host(model, cluster) if on_host is None else [on_host],
         )
-        if any(allowed(family.plan(options).plan) for options in family.options)
     ]
+    if allowed is not None:
+        families = [one for family in families for one in family.only(allowed)]
     if not families:
         devices = clusters[0].count
         rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
         refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
     progress(0.05)
-    screened = screen(families, goal, finalists, excluded, allowed, progress)
+    screened = screen(families, goal, finalists, excluded, progress)
     if not screened:
-        _refuse_memory([placed for family in families for placed in family.leanest()])
+        leanest = (family.leanest().members() for family in families)
+        _refuse_memory([one.placed for one in itertools.chain.from_iterable(leanest)])
     considered = len(screened) + excluded.total()
 
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
     one_stage = [family for family in families if family.placed.plan.stage == 1]
-    plain = min(screen(one_stage, goal, 1, Counter(), allowed), key=value, default=None)
+    plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
     first, others = _finalists(screened, value, finalists)
     timed = []
     for number, prediction in enumerate([*first, *others], start=1):
@@ -208,7 +210,6 @@ def screen(
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
-    allowed: Callable[[Plan], bool] = lambda plan: True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Prediction]:
     """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
@@ -217,19 +218,16 @@ def screen(
     above the finalists, the only plans left are those whose bounds are not near to all three
     measures of a prediction.
     """
+    queue: list[tuple[float, int, Measures, Family]] = []
     numbers = itertools.count()
-    queue: list[tuple[float, int, Measures, Family | PlacedPlan]] = []
 
-    def add(seconds: float, memory: float, entry: Family | PlacedPlan, placed: PlacedPlan) -> None:
-        least = _measures(placed, goal, seconds, memory)
-        heapq.heappush(queue, (goal.value(least), next(numbers), least, entry))
-
-    for family in families:
-        memory = min(map(cost.least_bytes, family.leanest()))
-        if memory <= room(family.placed):
-            add(cost.least_of_family(family.placed), memory, family, family.placed)
-        else:
+    def add(family: Family) -> None:
+        least = _least(family, goal)
+        if least.memory > room(family.placed):
             excluded["memory"] += len(family.options)
+        else:
+            heapq.heappush(queue, (goal.value(least), next(numbers), least, family))
+
     predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
     pareto: list[Measures] = []
@@ -238,21 +236,17 @@ def screen(
     def slower(least: Measures, factor: float = 1.0) -> bool:
         return goal.value(least) > worst and any(best.near(least, factor) for best in pareto)
 
+    for family in families:
+        add(family)
     while queue:
-        _, number, least, entry = heapq.heappop(queue)
+        _, number, least, family = heapq.heappop(queue)
         progress(0.05 + 0.55 * number / (number + len(queue)))
         if slower(least, _NEAR):
-            excluded["slower"] += len(entry.options) if isinstance(entry, Family) else 1
-        elif isinstance(entry, Family):
-            for placed in map(entry.plan, entry.options):
-                if not allowed(placed.plan):
-                    continue
-                memory = cost.least_bytes(placed)
-                if memory <= room(placed):
-                    add(cost.least_seconds(placed), memory, placed, placed)
-                else:
-                    excluded["memory"] += 1
-        elif (prediction := evaluated(entry, goal, excluded, slower)) is not None:
+            excluded["slower"] += len(family.options)
+        elif len(family.options) > 1:
+            for member in family.members():
+                add(member)
+        elif (prediction := evaluated(family.placed, goal, excluded, slower)) is not None:
             predictions.append(prediction)
             new = prediction.measures
             if not any(best.near(new) for best in pareto):
@@ -261,6 +255,15 @@ def screen(
             values[kind] = min(value, values.get(kind, math.inf))
             worst = sorted([*values.values(), *[math.inf] * finalists])[finalists - 1]
     return predictions
+
+
+def _least(family: Family, goal: Goal) -> Measures:
+    """Bounds what each plan of a family takes from below."""
+    placed = family.placed
+    if len(family.options) == 1:
+        return _measures(placed, goal, cost.least_seconds(placed), cost.least_bytes(placed))
+    memory = min(cost.least_bytes(lean.placed) for lean in family.leanest().members())
+    return _measures(placed, goal, cost.least_of_family(placed), memory)
 
 
 def _measures(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:

@@ -144,10 +144,10 @@ def test_what_a_family_needs_at_least_is_never_more_than_its_plans_do(model):
     assert {family.placed.plan.replica for family in every} == {1, 2, 4}
     for family in every[::5]:
         seconds = cost.least_of_family(family.placed)
-        memory = min(map(cost.least_bytes, family.leanest()))
-        for placed in map(family.plan, family.options):
-            assert seconds <= cost.least_seconds(placed) * (1 + 1e-9)
-            assert memory <= cost.least_bytes(placed) * (1 + 1e-9)
+        memory = min(cost.least_bytes(lean.placed) for lean in family.leanest().members())
+        for member in family.members():
+            assert seconds <= cost.least_seconds(member.placed) * (1 + 1e-9)
+            assert memory <= cost.least_bytes(member.placed) * (1 + 1e-9)
 
 
 def test_compiled_memory_replaces_what_was_predicted(model):
