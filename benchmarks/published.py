@@ -28,6 +28,7 @@ from benchmarks.published_systems import (
     FOLDER,
     Rates,
     Run,
+    Shape,
     cluster_of,
     counted,
     runs,
@@ -37,8 +38,9 @@ from benchmarks.published_systems import (
 from benchmarks.studies import common
 from jaxpipe.planning import devices
 from jaxpipe.planning.cost import Prediction, kernel_seconds
-from jaxpipe.planning.plans import PlacedPlan, Plan, who_computes_ends
-from jaxpipe.planning.search import fits, predicted
+from jaxpipe.planning.plans import NOTHING, PlacedPlan, Plan, who_computes_ends
+from jaxpipe.planning.search import Goal, fits, predicted, search
+from jaxpipe.planning.sizes import ModelSizes
 
 PAGE = FOLDER.parent / "docs" / "published.md"
 MOST_SHARING = 16
@@ -60,11 +62,9 @@ def own_prediction(run: Run, rates: Rates) -> Prediction:
     microbatches are those of the run.
     """
     made = []
-    for remat in ("full",) if run.remat == "full" else ("none", "dots", "full"):
-        traced = counted(run.shape.config(), run.tensor, remat, "flash", run.context)
-        (variant, sizes), *_ = traced.variants.items()
-        sizes = sizes._replace(kind_of=(0,) * run.shape.layers)
-        model = dataclasses.replace(traced, variants={variant: sizes})
+    for remat in ("full",) if run.remat == "full" else _REMATS:
+        model = _model(run, (run.tensor,), (remat,), run.context)
+        (variant,) = model.variants
         choices = itertools.product(
             who_computes_ends(model, variant, run.stages),
             (1, 2) if run.zero and run.data > 1 else (0,),
@@ -83,6 +83,26 @@ def own_prediction(run: Run, rates: Rates) -> Prediction:
     return min(allowed, key=lambda one: one.step_seconds)
 
 
+def best_plan(run: Run, rates: Rates) -> Prediction:
+    """Predicts jaxpipe's best plan on the GPUs of a run, with nothing on the hosts."""
+    heads = run.shape.kv_heads
+    model = _model(run, [t for t in _TENSORS if heads % t == 0], _REMATS, 1)
+    goal = Goal(None, (run.batch,))
+    return search(model, [cluster_of(run, rates)], goal, finalists=1, on_host=NOTHING).best[0]
+
+
+def _model(run: Run, tensors: Sequence[int], remats: Sequence[str], context: int) -> ModelSizes:
+    """Counts a run's model, whose layers are alike."""
+    variants = {}
+    for tensor, remat in itertools.product(tensors, remats):
+        traced = counted(run.shape.config(), tensor, remat, "flash", context, run.precision)
+        ((variant, sizes),) = traced.variants.items()
+        variants[variant] = sizes._replace(kind_of=(0,) * run.shape.layers)
+    return dataclasses.replace(traced, variants=variants)
+
+
+_REMATS = "none", "dots", "full"
+_TENSORS = 1, 2, 4, 8
 _NEAR = 1.1
 """Factor of the least memory up to which a program is among the leanest."""
 
@@ -141,6 +161,7 @@ class Row(NamedTuple):
       system: seconds of the system that ran, by part.
       prediction: of jaxpipe's program of the same mesh; None for mixtures.
       gigabytes: memory predicted for the system; None where the source has none.
+      best: jaxpipe's best plan on as many GPUs; None where none was searched.
     """
 
     run: Run
@@ -148,6 +169,7 @@ class Row(NamedTuple):
     system: Mapping[str, float]
     prediction: Prediction | None
     gigabytes: float | None
+    best: Prediction | None
 
     @property
     def predicted(self) -> float:
@@ -166,7 +188,7 @@ class Row(NamedTuple):
             "error": f"{100 * self.error:+.0f}%",
         }
         if self.prediction is None:
-            return cells | dict.fromkeys(("jaxpipe", "ratio", "loses"), "")
+            return cells | dict.fromkeys(("jaxpipe", "ratio", "loses", "best plan"), "")
         plan, own = self.prediction.plan, own_seconds(self.prediction)
         more = {name: seconds - self.system.get(name, 0.0) for name, seconds in own.items()}
         causes = [name for name in sorted(more, key=lambda name: -more[name]) if more[name] > 0]
@@ -179,6 +201,7 @@ class Row(NamedTuple):
             + (f", ZeRO-{plan.zero}" if plan.zero else ""),
             "ratio": f"{ratio:.2f}",
             "loses": ", ".join(words) if ratio > 1 else "",
+            "best plan": "" if self.best is None else _described(self.best),
         }
 
 
@@ -186,13 +209,31 @@ _CAUSES = 2
 """Parts that are named per run."""
 
 
+def _described(prediction: Prediction) -> str:
+    plan = prediction.plan
+    schedule = f"{plan.schedule}, " if plan.stage > 1 else ""
+    mesh = f"{plan.stage}x{plan.data}x{plan.tensor}"
+    return f"{prediction.step_seconds:.3g}, {mesh}, {schedule}{plan.remat}"
+
+
+def searched(every: Sequence[Run]) -> list[Run]:
+    """Selects the dense run of each model and precision with the fewest GPUs and rows."""
+    fewest: dict[tuple[Shape, str], Run] = {}
+    for run in sorted(every, key=lambda run: (run.gpus, run.batch)):
+        if not run.shape.experts:
+            fewest.setdefault((run.shape, run.precision), run)
+    return list(fewest.values())
+
+
 def board(every: Sequence[Run], rates: Rates) -> list[Row]:
     """Makes a row per run."""
-    rows, fitted = [], thirds(every)[FITTED]
+    rows, fitted, chosen = [], thirds(every)[FITTED], searched(every)
     for run in every:
         prediction = None if run.shape.experts else own_prediction(run, rates)
         gigabytes = None if run.memory_gb is None else system_bytes(run) / 1e9
-        rows.append(Row(run, run in fitted, system_seconds(run, rates), prediction, gigabytes))
+        best = best_plan(run, rates) if run in chosen else None
+        system = system_seconds(run, rates)
+        rows.append(Row(run, run in fitted, system, prediction, gigabytes, best))
         harness.note(f"{run.id}: {run.measured:.4g} s, predicted {rows[-1].predicted:.4g}")
     return rows
 
@@ -261,13 +302,14 @@ _INTRODUCTION = """\
 predictions: for the system that ran, and for jaxpipe's program on the same mesh. Both count layers
 from traces ([planner](design/009-planner.md)) and take the same rates. The system's order runs on
 the free-running clock, its communication overlaps as noted below, and nothing is copied into
-slots. jaxpipe's program runs its tick table in 16 bits with cuDNN's attention and weights unrolled;
-of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80 GB are predicted, as
-`jaxpipe plan` allows, or else of the leanest. "ratio" is jaxpipe's step by that predicted for the
-system. Where it is above 1, the last column names what loses most, in seconds, and the memory if it
-is more:
+slots. jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and
+weights unrolled; of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80
+GB are predicted, or else of the leanest. "best plan" is jaxpipe's fastest on the same GPUs, with
+its stages x data x tensor devices, searched once per model and precision, for the fewest GPUs and
+rows. "ratio" is jaxpipe's step on the same mesh by that predicted for the system. Where it is above
+1, "loses" names what loses most, in seconds, and the memory if it is more:
 
-- kernels: XLA fuses less, computes again, or lacks 8 bits;
+- kernels: XLA fuses less, or computes again;
 - collectives: layers wait for all of theirs;
 - copies: values into slots and out of them, and sums of gradients;
 - waits: for other stages, messages and the head;

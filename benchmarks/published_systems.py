@@ -216,8 +216,6 @@ LOADS = 1.0
 MESSAGE_SECONDS, MESSAGE_RATE = 0.25e-3, 80e9
 """Seconds of a message of Megatron between stages, and bytes per second beyond: the line through
 the messages of that table, 10.5 to 28 MB on A100s."""
-FP8_SPEED = 2.0
-"""Rate of matmuls in 8 bits, as a multiple of that in 16 (data sheet)."""
 CAST_BYTES = 4
 """Per element that is cast to 8 bits: read, and written twice, the second time transposed."""
 STATE_BYTES = 18
@@ -246,13 +244,21 @@ def cluster_of(run: Run, rates: Rates) -> Cluster:
 
 @functools.cache
 def counted(
-    config: gpt.GPTConfig, tensor: int, remat: str, attention: str, context: int = 1
+    config: gpt.GPTConfig,
+    tensor: int,
+    remat: str,
+    attention: str,
+    context: int = 1,
+    precision: str = "bf16",
 ) -> ModelSizes:
     """Traces two layers, with attention as one kernel ("flash"), or with scores in memory."""
-    name = f"width {config.width}, {tensor} x {context}, {remat}, {attention}"
+    name = f"width {config.width}, {tensor} x {context}, {remat}, {attention}, {precision}"
+    chosen = ("*kernel",) if precision == "fp8" else ()
     written = mock.patch.object(jax.nn, "dot_product_attention", _written_attention)
     with written if attention == "written" else contextlib.nullcontext():
-        return common.sizes(name, config, tensors=(tensor,), remats=(remat,), context=context)
+        return common.sizes(
+            name, config, tensors=(tensor,), remats=(remat,), context=context, fp8=chosen
+        )
 
 
 def _written_attention(q: Any, k: Any, v: Any, *, scale: float, **options: Any) -> Any:
@@ -360,7 +366,7 @@ def pass_seconds(work: Work, run: Run, rates: Rates) -> Parts:
     seconds = CAST_BYTES * work.cast / cluster.bandwidth
     for kernel in work.kernels:
         if work.cast and kernel.kind == "matmul":
-            kernel = kernel._replace(flops=Linear(*(n / FP8_SPEED for n in kernel.flops)))
+            kernel = kernel._replace(kind="fp8")
         seconds += kernel_seconds(kernel, run.local_rows, cluster)
     shown = rates.exposed if run.tensor_overlap else 1.0
     collectives = shown * work.sent / cluster.within

@@ -215,6 +215,12 @@ class GPTConfig(validation.Validated):
         return Problem("width", width, rule, nearest, {"num_heads": heads})
 
     def _rotary_problems(self) -> Iterator[Problem]:
+        if self.positions != "rotary":
+            others: dict[str, object] = {"positions": self.positions}
+            for name in (field.name for field in dataclasses.fields(self) if "rope" in field.name):
+                value, default = getattr(self, name), getattr(type(self), name)
+                if value != default:
+                    yield Problem(name, value, "has no effect with $positions", (default,), others)
         for name in ("rope_theta", "local_rope_theta"):
             theta = getattr(self, name)
             if theta is not None and theta <= 1:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ class Planned:
         words += [f"then {_in_words(other)}" for other in result.best[1:3]]
         return _changed(config, changed), "; ".join(words)
 
-    @property
+    @cached_property
     def _params(self) -> Any:
         return jax.eval_shape(self.task.init, jax.random.key(0))
 
@@ -202,6 +203,7 @@ class Planned:
             schedule=schedules.build("1f1b", stages=1, microbatches=_MICROBATCHES),
             mesh=make_mesh(**axes),
             remat=remat,
+            fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
             states=jax.eval_shape(task.init_states),
         )
 
@@ -287,6 +289,7 @@ def read(path: Path) -> Planned:
         raise ArgumentError([failure.message for failure in error.failures]) from error
     # Planning chooses anew the sections that say how the model lies on devices.
     config = parsed.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
+    config = _changed(config, {"pipeline": {"fp8": parsed.config.pipeline.fp8}})
     wrong = checks.check(config, writes=False, reads=False)
     messages = [failure.message for failure in (*parsed.failures, *wrong) if _matters(failure)]
     refuse(messages)

@@ -49,6 +49,7 @@ def sizes(
     tensors: Sequence[int] = (1, 2, 4, 8),
     remats: Sequence[str] = ("none", "full"),
     context: int = 1,
+    fp8: Sequence[str] = (),
 ) -> ModelSizes:
     """Traces a GPT that Adam trains with float32 sums; `harness.simulate` made the devices."""
     shared = {"context": context} if context > 1 else {}
@@ -68,6 +69,7 @@ def sizes(
             microbatches=2,
             mesh=jaxpipe.make_mesh(stage=1, **axes),
             remat=remat,
+            fp8=fp8,
         )
         return counting.sizes(pipe, batch, compute_bytes=2)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxpipe import gpu_flags
+from jaxpipe.commands.printing import prefixed
 from jaxpipe.planning.devices import Device, Peaks, measured
 from jaxpipe.schedule.problems import Problem, refuse
 
@@ -81,9 +82,9 @@ def _available(devices: int | None) -> int:
 
 def _in_words(device: Device, peaks: Peaks) -> str:
     return (
-        f"{device.source}: {peaks.flops / 1e12:.3g} TFLOP/s of matmuls "
-        f"({device.efficiency.flops:.0%} of the peak), {peaks.bandwidth / 1e9:.4g} GB/s of memory "
-        f"({device.efficiency.memory:.0%}), {peaks.message / 1e9:.3g} GB/s of a message and "
-        f"{peaks.collective / 1e9:.3g} GB/s of gathers and reductions "
+        f"{device.source}: {prefixed(peaks.flops, 'FLOP/s')} of matmuls "
+        f"({device.efficiency.flops:.0%} of the peak), {prefixed(peaks.bandwidth, 'B/s')} of "
+        f"memory ({device.efficiency.memory:.0%}), {prefixed(peaks.message, 'B/s')} of a message "
+        f"and {prefixed(peaks.collective, 'B/s')} of gathers and reductions "
         f"({device.efficiency.link:.0%}), and {peaks.latency * 1e6:.3g} us of each"
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxpipe.commands.predictions import print_parts, read_sizes
-from jaxpipe.commands.printing import output_console, print_differences, say, written
+from jaxpipe.commands.printing import output_console, prefixed, print_differences, say, written
 from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.cost import Prediction
@@ -188,12 +188,12 @@ def _report(
     kind = devices.device
     basis = "assumed" if kind in DEVICES.values() else "measured"
     console.print(
-        f"{_title(model, devices)} x {counts}: {basis} are {devices.flops / 1e12:.0f} TFLOP/s of "
-        f"matmuls ({kind.efficiency.flops:.0%} of the peak), {devices.bandwidth / 1e12:.2f} TB/s "
-        f"of memory ({kind.efficiency.memory:.0%}), {devices.within / 1e9:.0f} GB/s within hosts "
-        f"of {devices.per_host} ({kind.efficiency.link:.0%}), "
-        f"{devices.across / 1e9:.0f} GB/s between them, {LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
-        f"{kind.latency * 1e6:.0f} us per message beyond its bytes, "
+        f"{_title(model, devices)} x {counts}: {basis} are {prefixed(devices.flops, 'FLOP/s')} of "
+        f"matmuls ({kind.efficiency.flops:.0%} of the peak), {prefixed(devices.bandwidth, 'B/s')} "
+        f"of memory ({kind.efficiency.memory:.0%}), {prefixed(devices.within, 'B/s')} within "
+        f"hosts of {devices.per_host} ({kind.efficiency.link:.0%}), "
+        f"{prefixed(devices.across, 'B/s')} between them, {LAUNCH_SECONDS * 1e6:.0f} us "
+        f"per kernel, {kind.latency * 1e6:.0f} us per message beyond its bytes, "
         f"{devices.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
         f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
         f"{kind.source}"

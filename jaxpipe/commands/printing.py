@@ -31,6 +31,12 @@ def written(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def prefixed(value: float, unit: str) -> str:
+    """Writes three digits with the prefix of a unit: 801 TFLOP/s, 3.02 TB/s, 41 GFLOP/s."""
+    size, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (0, "M")) if value >= s)
+    return f"{written(value / (size or 1e6))} {prefix}{unit}"
+
+
 def print_table(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = ""
 ) -> None:

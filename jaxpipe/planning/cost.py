@@ -320,7 +320,7 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     layers, outer = placed.layers_per_chunk, placed.outer_parameters
     chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
     kept = placed.updated_parameters if plan.zero == 3 else stage + placed.outer_kept
-    copies = stage if model.compute_bytes != model.parameter_bytes else 0.0
+    copies = stage if placed.read_bytes != model.parameter_bytes else 0.0
     if plan.zero == 3:
         copies = slots["gathers"] * chunk
     gathered_outer = outer if plan.zero == 3 or plan.ends else 0.0
@@ -329,7 +329,7 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     inboxes = (slots["x"] + slots["dy"] + slots["sent"]) * placed.sizes.message.at(plan.rows)
     parts = {
         "parameters": model.parameter_bytes * kept,
-        "copies": copies * model.compute_bytes + gathered_outer * model.parameter_bytes,
+        "copies": copies * placed.read_bytes + gathered_outer * model.parameter_bytes,
         "optimizer": placed.optimizer_bytes,
         "gradients": MASTER_BYTES * (sums + outer + reduced),
         "residuals": 0.0 if plan.on_host.residuals else _residual_bytes(placed, slots),
@@ -349,7 +349,7 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
 def _moving_bytes(placed: PlacedPlan, slots: Slots) -> float:
     """Counts the bytes of layers on their way over data: whole, and as this device's part."""
     plan, both = placed.plan, placed.layer_parameters + placed.layer_part
-    gathering = slots["gathering"] * both * placed.model.compute_bytes if plan.zero == 3 else 0.0
+    gathering = slots["gathering"] * both * placed.read_bytes if plan.zero == 3 else 0.0
     reducing = 0.0
     if plan.data * plan.context > 1:
         elements = both if plan.zero else placed.layer_parameters
@@ -362,7 +362,7 @@ def _live_bytes(placed: PlacedPlan) -> float:
     plan, sizes = placed.plan, placed.sizes
     layer = placed.mean("live") * (2 if plan.overlaps else 1)
     if plan.weights == "stacked":
-        layer += placed.layer_parameters * placed.model.compute_bytes
+        layer += placed.layer_parameters * placed.read_bytes
     return max(layer, _outer_share(placed) * sizes.head_live.at(plan.rows))
 
 
@@ -388,23 +388,21 @@ _NOTHING = LayerTransfer(0.0, 0.0)
 def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
     for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
-    plan, layer = placed.plan, layer_costs(placed)
-    layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
-    at_end = plan.stage * _head(placed) if plan.ends else 0.0
-    hidden = hidden_in_pairs(placed)
-    makespan = grown(program, lambda short: replayed(short, layer, head=at_end, hidden=hidden))
-    if hidden:
-        layers -= hidden * grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
-    waits = makespan - layers - (head if plan.ends else 0.0)
-    transfers = _exposed(program, layer, transfer(placed)) + _outer_transfer(placed)
-    if plan.on_host.residuals:  # their slots are made there
-        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
-    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
-    return parts | {"update": _update(placed)}
+    parts = _seconds_of_order(placed, program)
+    parts["transfers"] += _exposed(program, layer_costs(placed), transfer(placed))
+    return parts
 
 
-def least_seconds(placed: PlacedPlan) -> float:
-    """Bounds the seconds of a step from below, whatever the schedule."""
+def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:
+    """Bounds the seconds of a step from below: whatever the schedule, or with one that hides all
+    transfers under layers."""
+    if program is not None:
+        return sum(_seconds_of_order(placed, program).values())
+    return least_of_family(placed) + _outer_transfer(placed) + _update(placed)
+
+
+def least_of_family(placed: PlacedPlan) -> float:
+    """Bounds the seconds of a step from below, whatever the schedule and the plan's options."""
     plan, layer = placed.plan, layer_costs(placed)
     # The last stage waits for the first microbatch; where B and W are one, the first stage also
     # waits for the last gradient to come back.
@@ -413,9 +411,25 @@ def least_seconds(placed: PlacedPlan) -> float:
     fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
     *_, whole_head = _passes(placed)
     head = plan.microbatches * whole_head / plan.stage
-    outside = _outer_transfer(placed) + _update(placed)
     hidden = hidden_in_pairs(placed) * plan.microbatches * placed.model.num_layers / plan.stage
-    return _layer_seconds(placed, layer) - hidden + fill + head + outside
+    return _layer_seconds(placed, layer) - hidden + fill + head
+
+
+def _seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
+    """Predicts the parts of `step_seconds` without transfers under layers."""
+    plan, layer = placed.plan, layer_costs(placed)
+    layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
+    at_end = plan.stage * _head(placed) if plan.ends else 0.0
+    hidden = hidden_in_pairs(placed)
+    makespan = grown(program, lambda short: replayed(short, layer, head=at_end, hidden=hidden))
+    if hidden:
+        layers -= hidden * grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
+    waits = makespan - layers - (head if plan.ends else 0.0)
+    transfers = _outer_transfer(placed)
+    if plan.on_host.residuals:  # their slots are made there
+        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
+    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
+    return parts | {"update": _update(placed)}
 
 
 def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
@@ -462,10 +476,10 @@ def _passes_of(
 def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
     """Times a kernel for so many rows: a launch, and the longer of its FLOPs and its bytes."""
     attained = cluster.device.efficiency
-    share = attained.attention if kernel.kind == "attention" else 1.0
-    computing = kernel.flops.at(rows) / (share * cluster.flops)
+    speeds = {"attention": attained.attention, "fp8": cluster.device.fp8_speed}
+    computing = kernel.flops.at(rows) / (speeds.get(kernel.kind, 1.0) * cluster.flops)
     moving = kernel.bytes.at(rows) / cluster.bandwidth
-    shown = attained.loads if kernel.kind == "matmul" else 0.0
+    shown = attained.loads if kernel.kind in ("matmul", "fp8") else 0.0
     return LAUNCH_SECONDS + max(computing, moving) + shown * min(computing, moving)
 
 
@@ -491,7 +505,7 @@ def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
     Unrolled weights are read where they lie, and their gradients added within the matmul
     (docs/design/001-executor.md)."""
     plan, bandwidth = placed.plan, placed.cluster.bandwidth
-    size, read = placed.layer_parameters, placed.model.compute_bytes
+    size, read = placed.layer_parameters, placed.read_bytes
     if plan.weights == "unrolled":
         return 0.0, MASTER_BYTES * size / bandwidth
     return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
@@ -512,7 +526,8 @@ def hidden_in_pairs(placed: PlacedPlan) -> float:
 
 def paired_layers(program: Program) -> np.ndarray:
     """Counts the layers that run in pairs of F and a whole backward, ``[ticks, stages]``."""
-    passes = {kind: cell.layers for kind, cell in table_of(program).passes.items()}
+    table = table_of(program.without_transfers())
+    passes = {kind: cell.layers for kind, cell in table.passes.items()}
     fused = Kind.BW in passes
     backward = passes[Kind.BW] if fused else np.minimum(passes[Kind.B], passes[Kind.W])
     return np.minimum(passes[Kind.F], backward)
@@ -524,7 +539,7 @@ def transfer(placed: PlacedPlan) -> LayerTransfer:
     latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
     gather = 0.0
     if plan.zero == 3:
-        gather = latency + (size - part) * placed.model.compute_bytes / placed.data_link
+        gather = latency + (size - part) * placed.read_bytes / placed.data_link
     times = 1 if plan.zero else 2  # a sum scatters and gathers
     reduce = times * (latency + MASTER_BYTES * (size - part) / placed.data_link)
     return LayerTransfer(gather, reduce + _among_copies(placed, size, part))
@@ -642,8 +657,8 @@ def _update(placed: PlacedPlan) -> float:
     seconds = moved / cluster.bandwidth
     if plan.on_host.state:  # there and back, while nothing runs
         seconds += 2 * placed.optimizer_bytes / cluster.bus
-    if plan.zero < 3 and model.compute_bytes != model.parameter_bytes:
-        cast = placed.stage_parameters * (model.parameter_bytes + model.compute_bytes)
+    if plan.zero < 3 and placed.read_bytes != model.parameter_bytes:
+        cast = placed.stage_parameters * (model.parameter_bytes + placed.read_bytes)
         seconds += cast / cluster.bandwidth
     if plan.zero in (1, 2):
         whole = placed.stage_parameters + placed.outer_kept

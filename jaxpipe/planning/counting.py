@@ -154,6 +154,8 @@ def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[st
 def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes: int) -> LayerSizes:
     split, leaves = kind.split, jax.tree.leaves(own)
     f, b, w, fused = _passes(split, axes, compute_bytes)
+    read = split.traced.forward.jaxpr.invars[: split.traced.params.num_leaves]
+    quantized = [v.aval for v in read if _itemsize(v) == 1]
     return LayerSizes(
         f=f.work,
         b=b.work,
@@ -165,6 +167,7 @@ def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes:
         live=_number(max(counted.live for counted in (f, b, w, fused))),
         shapes=tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart),
         expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
+        quantized=sum(math.prod(weight.shape) for weight in quantized),
     )
 
 
@@ -172,13 +175,14 @@ def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[C
     """Counts F, B and W of a layer, and both backwards as one."""
     forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
     kept = [*split.kept_until_b, *split.kept_until_w]
-    weights = dict.fromkeys(forward.invars[: split.traced.params.num_leaves], compute_bytes)
+    own = forward.invars[: split.traced.params.num_leaves]
+    weights = {v: min(compute_bytes, _itemsize(v)) for v in own}
     returned, source = [*split.traced.outputs, *kept], split.traced.source
     crosses = set(split.crosses)
     # What the backward reads of the forward: residuals from slots, or weights.
     from_slots = {v for v in source if source[v] in kept}
     read = [v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept]
-    of_weights = dict.fromkeys(read, compute_bytes)
+    of_weights = {v: min(compute_bytes, _itemsize(v)) for v in read}
     dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
     dparams = [v for v in dparams if jaxprs.is_var(v)]
     programs: list[tuple[Eqns, Sequence[Atom], Vars, Mapping[Atom, int]]] = [
@@ -238,7 +242,9 @@ def count(
             flops = _flops(eqn)
             name = str(eqn.params.get("name", eqn.primitive.name))
             attends = name in (*_ATTENTION_MATMULS, *_ATTENTION_COMPOSITES)
-            kind = "attention" if attends else "matmul" if flops else "other"
+            narrow = all(_itemsize(v) == 1 for v in eqn.invars)
+            matmul = "fp8" if narrow else "matmul"
+            kind = "attention" if attends else matmul if flops else "other"
             kernels.append(Kernel(_number(flops), _number(moved), kind))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
             # are copied into one.

@@ -1,7 +1,8 @@
 """Devices and links: what they attain, how much memory they have, and what they cost.
 
 Peaks are NVIDIA's: of dense 16-bit matmuls (data sheets of Hopper and Blackwell print twice that,
-for sparse ones), and half of what they call the bandwidth of NVLink, which counts both directions.
+for sparse ones, and twice each for 8-bit floats), and half of what they call the bandwidth of
+NVLink, which counts both directions.
 Looked up in November 2026, in NVIDIA's documents or in pages that quote them, named below:
 
 ======  =========================================================================================
@@ -73,6 +74,8 @@ class Device:
       source: where the peaks stand.
       efficiency: shares of the peaks.
       latency: seconds of a message or a collective, however small.
+      fp8_speed: rate of matmuls in 8-bit floats, as a multiple of the 16-bit one; 1 where the
+        device has none.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Device:
     source: str
     efficiency: Efficiency = Efficiency()
     latency: float = 0.0
+    fp8_speed: float = 1.0
 
 
 LAUNCH_SECONDS = 3e-6
@@ -99,9 +103,23 @@ DEVICES = {
     for device in (
         Device("v100", 125e12, 32e9, 0.9e12, 150e9, 16e9, 2.5, "V100 SXM2 32 GB data sheet"),
         Device("a100", 312e12, 80e9, 2.039e12, 300e9, 32e9, 3.5, "A100 SXM 80 GB data sheet"),
-        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet"),
-        Device("h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet"),
-        Device("b200", 2250e12, 180e9, 8.0e12, 900e9, 64e9, 10.0, "DGX B200 data sheet, 1/8"),
+        Device(
+            "h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet", fp8_speed=2.0
+        ),
+        Device(
+            "h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet", fp8_speed=2.0
+        ),
+        Device(
+            "b200",
+            2250e12,
+            180e9,
+            8.0e12,
+            900e9,
+            64e9,
+            10.0,
+            "DGX B200 data sheet, 1/8",
+            fp8_speed=2.0,
+        ),
         Device("cpu", 5e10, 4e9, 1e10, 1e10, 1e10, 0.05, "assumed: a core"),
     )
 }
@@ -318,9 +336,8 @@ def find(device: str) -> str | Device:
 
 
 def _device(data: dict[str, Any]) -> Device:
-    names = [field.name for field in dataclasses.fields(Device)]
     efficiency = Efficiency(**data["efficiency"])
-    device = Device(**{name: data[name] for name in names} | {"efficiency": efficiency})
+    device = Device(**data | {"efficiency": efficiency})
     numbers = [*dataclasses.asdict(device).values(), *dataclasses.astuple(efficiency)]
     if any(number < 0 for number in numbers if isinstance(number, (int, float))):
         raise ValueError("a number is below 0")

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -193,6 +193,12 @@ class PlacedPlan:
         return (self.layer_parameters + split_already) / self.plan.parts
 
     @cached_property
+    def read_bytes(self) -> float:
+        """Bytes of an element of a layer's weights where it reads them: the mean."""
+        wide, quantized = self.model.compute_bytes, self.model.mean(self.variant, "quantized").fixed
+        return wide - (wide - 1) * quantized / self.layer_parameters if quantized else wide
+
+    @cached_property
     def stage_parameters(self) -> float:
         """Parameters of the layers of a stage on a device, not sharded over data."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_parameters
@@ -299,6 +305,46 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
 # The plans that there are.
 
 
+class Options(NamedTuple):
+    """Fields of a plan beside its mesh, schedule, microbatches and policy."""
+
+    zero: int
+    weight_slots: int
+    on_host: Offload
+    ends: bool
+
+
+class Family(NamedTuple):
+    """Plans that differ in their options alone.
+
+    Args:
+      placed: the first of them.
+      options: those of each, with less on the host before more, and more slots before fewer.
+    """
+
+    placed: PlacedPlan
+    options: Sequence[Options]
+
+    def members(self) -> Iterator[Family]:
+        """Yields every plan as a family of its own."""
+        for one in self.options:
+            plan = dataclasses.replace(self.placed.plan, **one._asdict())
+            placed = PlacedPlan(plan, self.placed.model, self.placed.cluster)
+            yield Family(placed, [one])
+
+    def only(self, allowed: Callable[[Plan], bool]) -> list[Family]:
+        """Lists a family of the plans that are allowed; none if there are none."""
+        kept = [one for one in self.members() if allowed(one.placed.plan)]
+        options = [option for one in kept for option in one.options]
+        return [Family(kept[0].placed, options)] if kept else []
+
+    def leanest(self) -> Family:
+        """Selects the plans that take the least memory, for each ZeRO level and for who computes
+        the ends."""
+        by_level = {(one.zero, one.ends): one for one in self.options}
+        return self._replace(options=list(by_level.values()))
+
+
 def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
     """Lists what may lie on the host: first the state, which moves once per step."""
     if not (model.may_offload and cluster.has_host_memory):
@@ -323,6 +369,19 @@ def plans(
     on_host: Sequence[Offload] = (NOTHING,),
 ) -> Iterator[Plan]:
     """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
+    for family in families(model, cluster, batches, excluded, on_host=on_host):
+        yield from (member.placed.plan for member in family.members())
+
+
+def families(
+    model: ModelSizes,
+    cluster: Cluster,
+    batches: Sequence[int],
+    excluded: Counter[str],
+    *,
+    on_host: Sequence[Offload] = (NOTHING,),
+) -> Iterator[Family]:
+    """Yields all plans as `plans` does, by what they share."""
     meshes = sorted({variant.mesh for variant in model.variants})
     remats = sorted({variant.remat for variant in model.variants})
     for context, tensor, expert in meshes:
@@ -343,18 +402,18 @@ def plans(
                     continue
                 shape = stage, data, context, tensor, expert, batch // (rows * data), rows
                 for remat in remats:
-                    yield from _options(model, cluster, shape, remat, on_host, excluded)
+                    yield from _families(model, cluster, shape, remat, on_host, excluded)
 
 
-def _options(
+def _families(
     model: ModelSizes,
     cluster: Cluster,
     shape: tuple[int, ...],
     remat: str,
     on_host: Sequence[Offload],
     excluded: Counter[str],
-) -> Iterator[Plan]:
-    """Yields schedules, ZeRO levels, replicas and slots of one mesh, microbatch and policy."""
+) -> Iterator[Family]:
+    """Yields schedules and replicas of one mesh, microbatch and policy, with their options."""
     stage, data, context, tensor, expert, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
@@ -373,12 +432,16 @@ def _options(
             if stage * chunks > model.num_layers:
                 excluded["layers"] += 1
                 continue
-            for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                slots = (1, 2) if zero >= 2 and chunks > 1 else (1,)
-                for replica, weight_slots, host, at_ends in itertools.product(
-                    replicas if zero else (1,), slots, on_host, ends
-                ):
-                    yield Plan(
-                        *(stage, data, context, tensor, replica, name, chunks, microbatches),
-                        *(rows, remat, zero, weight_slots, weights, host, expert, at_ends),
-                    )
+            for replica in replicas:
+                zeros = (0,) if data == 1 else (0, 1, 2, 3) if replica == 1 else (1, 2, 3)
+                options = [
+                    Options(zero, slots, host, at_ends)
+                    for zero in zeros
+                    for slots in ((2, 1) if zero >= 2 and chunks > 1 else (1,))
+                    for host, at_ends in itertools.product(on_host, ends)
+                ]
+                plan = Plan(
+                    *(stage, data, context, tensor, replica, name, chunks, microbatches),
+                    *(rows, remat, zeros[0], 1, weights, on_host[0], expert, ends[0]),
+                )
+                yield Family(PlacedPlan(plan, model, cluster), options)

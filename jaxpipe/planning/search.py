@@ -8,6 +8,8 @@ among the best. The finalists are timed again as they would run, with orders mad
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from jaxpipe.planning import cost, plans
 from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
+from jaxpipe.planning.plans import Family, Offload, PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
@@ -111,7 +113,7 @@ def search(
     *,
     finalists: int = FINALISTS,
     on_host: Offload | None = None,
-    allowed: Callable[[Plan], bool] = lambda plan: True,
+    allowed: Callable[[Plan], bool] | None = None,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Result:
     """Finds the best plans.
@@ -121,42 +123,41 @@ def search(
       finalists: how many of the best plans that differ in mesh, schedule or policy to time as they
         would run.
       on_host: what lies on the host; None for what is best there.
-      allowed: which plans may be taken.
+      allowed: which plans may be taken; None for all.
       progress: told which share of the work is done, 0 to 1.
 
     Raises:
       ArgumentError: no plan exists, or none fits the memory.
     """
     excluded: Counter[str] = Counter()
-    placed = [
-        PlacedPlan(plan, model, cluster)
+    families = [
+        family
         for cluster in clusters
-        for plan in plans.plans(
+        for family in plans.families(
             model,
             cluster,
             goal.batches,
             excluded,
             on_host=plans.on_host(model, cluster) if on_host is None else [on_host],
         )
-        if allowed(plan)
     ]
-    considered = len(placed) + excluded.total()
-    if not placed:
+    if allowed is not None:
+        families = [one for family in families for one in family.only(allowed)]
+    if not families:
         devices = clusters[0].count
         rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
         refuse([Problem("batch", goal.batches[0], rule, (devices * 4,), {"devices": devices})])
     progress(0.05)
-    bounds = ((candidate, cost.least_bytes(candidate)) for candidate in placed)
-    fitting = [(candidate, least) for candidate, least in bounds if least <= room(candidate)]
-    excluded["memory"] += len(placed) - len(fitting)
-    screened = screen(fitting, goal, finalists, excluded, progress)
+    screened = screen(families, goal, finalists, excluded, progress)
     if not screened:
-        _refuse_memory([candidate for candidate, _ in fitting] or placed)
+        leanest = (family.leanest().members() for family in families)
+        _refuse_memory([one.placed for one in itertools.chain.from_iterable(leanest)])
+    considered = len(screened) + excluded.total()
 
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
-    one_stage = [(candidate, least) for candidate, least in fitting if candidate.plan.stage == 1]
+    one_stage = [family for family in families if family.placed.plan.stage == 1]
     plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
     first, others = _finalists(screened, value, finalists)
     timed = []
@@ -205,7 +206,7 @@ def _kind(prediction: Prediction) -> tuple[object, ...]:
 
 
 def screen(
-    fitting: Sequence[tuple[PlacedPlan, float]],
+    families: Sequence[Family],
     goal: Goal,
     finalists: int,
     excluded: Counter[str],
@@ -213,24 +214,39 @@ def screen(
 ) -> list[Prediction]:
     """Predicts, with published orders, the plans that may be finalists or extend the Pareto front.
 
-    ``fitting`` are plans, each with the bytes that it takes at least.
-
-    Plans are taken up in the order of their bounds. As soon as these are above the finalists, the
-    only plans left are those whose bounds are not near to all three measures of a prediction.
+    Families and then their plans are taken up in the order of their bounds. As soon as these are
+    above the finalists, the only plans left are those whose bounds are not near to all three
+    measures of a prediction.
     """
-    bounds = ((_bounds(placed, least, goal), placed) for placed, least in fitting)
-    ranked = sorted(bounds, key=lambda bound: goal.value(bound[0]))
+    queue: list[tuple[float, int, Measures, Family]] = []
+    numbers = itertools.count()
+
+    def add(family: Family) -> None:
+        least = _least(family, goal)
+        if least.memory > room(family.placed):
+            excluded["memory"] += len(family.options)
+        else:
+            heapq.heappush(queue, (goal.value(least), next(numbers), least, family))
+
     predictions: list[Prediction] = []
     values: dict[tuple[object, ...], float] = {}
     pareto: list[Measures] = []
     worst = math.inf
-    for number, (least, placed) in enumerate(ranked):
-        progress(0.05 + 0.55 * number / len(ranked))
-        if goal.value(least) > worst and any(best.near(least, _NEAR) for best in pareto):
-            excluded["slower"] += 1
-            continue
-        prediction = evaluated(placed, goal, excluded)
-        if prediction is not None:
+
+    def slower(least: Measures, factor: float = 1.0) -> bool:
+        return goal.value(least) > worst and any(best.near(least, factor) for best in pareto)
+
+    for family in families:
+        add(family)
+    while queue:
+        _, number, least, family = heapq.heappop(queue)
+        progress(0.05 + 0.55 * number / (number + len(queue)))
+        if slower(least, _NEAR):
+            excluded["slower"] += len(family.options)
+        elif len(family.options) > 1:
+            for member in family.members():
+                add(member)
+        elif (prediction := evaluated(family.placed, goal, excluded, slower)) is not None:
             predictions.append(prediction)
             new = prediction.measures
             if not any(best.near(new) for best in pareto):
@@ -241,14 +257,27 @@ def screen(
     return predictions
 
 
-def _bounds(placed: PlacedPlan, least_bytes: float, goal: Goal) -> Measures:
-    """Bounds what a plan takes from below."""
-    seconds = goal.steps_of(placed) * cost.least_seconds(placed)
-    dollars = seconds * placed.cluster.dollars_per_second
-    return Measures(seconds, least_bytes, dollars)
+def _least(family: Family, goal: Goal) -> Measures:
+    """Bounds what each plan of a family takes from below."""
+    placed = family.placed
+    if len(family.options) == 1:
+        return _measures(placed, goal, cost.least_seconds(placed), cost.least_bytes(placed))
+    memory = min(cost.least_bytes(lean.placed) for lean in family.leanest().members())
+    return _measures(placed, goal, cost.least_of_family(placed), memory)
 
 
-def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Prediction | None:
+def _measures(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:
+    """Extends seconds of a step to those of the training, and to its cost."""
+    seconds *= goal.steps_of(placed)
+    return Measures(seconds, memory, seconds * placed.cluster.dollars_per_second)
+
+
+def evaluated(
+    placed: PlacedPlan,
+    goal: Goal,
+    excluded: Counter[str],
+    slower: Callable[[Measures], bool] = lambda least: False,
+) -> Prediction | None:
     """Predicts a plan with its published order; None, with the reason counted, if it is out."""
     program = cost.program_of(placed, published=True)
     try:
@@ -257,6 +286,9 @@ def evaluated(placed: PlacedPlan, goal: Goal, excluded: Counter[str]) -> Predict
         excluded["schedule"] += 1
         return None
     if least <= room(placed):
+        if slower(_measures(placed, goal, cost.least_seconds(placed, program), least)):
+            excluded["slower"] += 1
+            return None
         parts = cost.device_bytes(placed, program)
         if sum(parts.values()) <= room(placed):
             seconds = cost.step_seconds(placed, program)

@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     """One kernel: its FLOPs in matmuls, and the bytes it reads and writes.
 
     Args:
-      kind: "matmul", "attention" if it is fused, or "other".
+      kind: "matmul", "fp8" if its operands have 8 bits, "attention" if it is fused, or "other".
     """
 
     flops: Linear
@@ -82,6 +82,7 @@ class LayerSizes(NamedTuple):
       live: bytes that exist at once while a pass runs, beside what is kept.
       shapes: of its parameters, as the device has them without shards over data.
       expert_shapes: likewise of the parameters that the devices of an expert axis split.
+      quantized: elements of the parameters that layers read in 8 bits.
     """
 
     f: Pass
@@ -94,6 +95,7 @@ class LayerSizes(NamedTuple):
     live: Linear
     shapes: tuple[tuple[int, ...], ...]
     expert_shapes: tuple[tuple[int, ...], ...] = ()
+    quantized: int = 0
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
@@ -163,7 +165,8 @@ class ModelSizes:
       name: such as its configuration's file.
       tokens_per_row: tokens of a row.
       parameter_bytes: bytes of one parameter.
-      compute_bytes: bytes of one parameter where layers read it; the same if it is not cast.
+      compute_bytes: bytes of one parameter where layers read it, unless it is quantized; the same
+        if it is not cast.
       moments: numbers that the optimizer keeps for every parameter.
       batch_rows: rows of the configuration's batch.
       row_bytes: bytes of a row of the batch.

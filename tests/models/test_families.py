@@ -159,6 +159,14 @@ def test_the_first_loss_is_a_uniform_guess_and_dropout_depends_on_the_key_alone(
             ["value_size=4 has no effect without kv_rank.", "rope_mscale=1.0 has no effect"],
         ),
         (
+            lambda: dataclasses.replace(GPT, positions="learned", rope_theta=5e5, rope_factor=2.0),
+            [
+                "rope_theta=500000.0 has no effect with positions='learned'.\n"
+                "Nearest valid: 10000.0.",
+                "rope_factor=2.0 has no effect with positions='learned'.\nNearest valid: 1.0.",
+            ],
+        ),
+        (
             lambda: dataclasses.replace(
                 GPT, norm_epsilon=math.nan, rope_factor=math.inf, rope_theta=1.0, rope_mscale=-1.0
             ),

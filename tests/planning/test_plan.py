@@ -113,16 +113,11 @@ def test_no_plan_is_much_better_than_those_that_were_looked_at(model):
     """In time, memory and cost at once: what is left out promises no more than a quarter."""
     cluster, goal = devices.cluster("h100", 2, memory=60e9), Goal(1e9, (16,))
     on_host = plans.on_host(model, cluster)
-    every = plans.plans(model, cluster, goal.batches, Counter(), on_host=on_host)
-    fitting = [
-        (one, least)
-        for one in (PlacedPlan(plan, model, cluster) for plan in every)
-        if (least := cost.least_bytes(one)) <= cluster.memory_bytes
-    ]
+    every = list(plans.families(model, cluster, goal.batches, Counter(), on_host=on_host))
     excluded = Counter[str]()
-    looked_at = search.screen(fitting, goal, 2, excluded, lambda share: None)
+    looked_at = search.screen(every, goal, 2, excluded)
     assert excluded["slower"] > 0
-    assert len(looked_at) + excluded.total() == len(fitting)
+    assert len(looked_at) + excluded.total() == sum(len(family.options) for family in every)
     for one in exhaustive(model, cluster, goal):
         assert any(
             near.train_seconds <= 1.25 * one.train_seconds
@@ -137,7 +132,22 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model):
     for one in exhaustive(model, cluster, goal)[::7]:
         least = cost.least_bytes(one.placed)
         assert least <= one.device_bytes or least == pytest.approx(one.device_bytes, rel=1e-12)
-        assert cost.least_seconds(one.placed) <= one.step_seconds * (1 + 1e-9)
+        program = cost.program_of(one.placed, published=True)
+        bounds = cost.least_seconds(one.placed), cost.least_seconds(one.placed, program)
+        assert max(bounds) <= one.step_seconds * (1 + 1e-9)
+
+
+def test_what_a_family_needs_at_least_is_never_more_than_its_plans_do(model):
+    cluster = devices.cluster("h100", 16, link="nvlink:4,ib:400")
+    on_host = plans.on_host(model, cluster)
+    every = list(plans.families(model, cluster, (64,), Counter(), on_host=on_host))
+    assert {family.placed.plan.replica for family in every} == {1, 2, 4}
+    for family in every[::5]:
+        seconds = cost.least_of_family(family.placed)
+        memory = min(cost.least_bytes(lean.placed) for lean in family.leanest().members())
+        for member in family.members():
+            assert seconds <= cost.least_seconds(member.placed) * (1 + 1e-9)
+            assert memory <= cost.least_bytes(member.placed) * (1 + 1e-9)
 
 
 def test_compiled_memory_replaces_what_was_predicted(model):
@@ -323,8 +333,11 @@ def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path, caps
     point = EntryPoint("train", "train.plan:read", configurations.GROUP)
     monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
     config, out = tmp_path / "config.yaml", tmp_path / "plan.yaml"
-    config.write_text(CONFIG)
     arguments = ["plan", "--config", str(config), "--devices", "2", "--device", "cpu"]
+    config.write_text(f"{CONFIG}pipeline: {{fp8: '*kernels'}}")
+    assert cli.main(arguments) == 2
+    assert "*kernels" in capsys.readouterr().err
+    config.write_text(f"{CONFIG}pipeline: {{fp8: '*kernel'}}")
     assert cli.main([*arguments, "--measure", "1", "--out", str(out)]) == 0
     assert "compiled" in capsys.readouterr().out
     written = parse(["--config", str(out)])
@@ -332,6 +345,7 @@ def test_the_trainer_reads_and_writes_configurations(monkeypatch, tmp_path, caps
     assert written.config.mesh.num_devices == 2
     assert written.config.train.batch_size == 16
     assert written.config.model.num_layers == 4
+    assert written.config.pipeline.fp8 == "*kernel"
 
 
 def test_mistakes_of_a_configuration_are_the_trainers(monkeypatch, tmp_path, capsys):

@@ -56,10 +56,14 @@ def pipeline(config: gpt.GPTConfig, *, tensor: int = 1, **options) -> jaxpipe.Pi
 
 @functools.cache
 def counted(
-    config: gpt.GPTConfig, remat: str = "none", tensor: int = 1, gpus: bool = False
+    config: gpt.GPTConfig,
+    remat: str = "none",
+    tensor: int = 1,
+    gpus: bool = False,
+    fp8: tuple[str, ...] = (),
 ) -> sizes.Sizes:
     def count():
-        pipe = pipeline(config, tensor=tensor, remat=remat)
+        pipe = pipeline(config, tensor=tensor, remat=remat, fp8=fp8)
         return counting.sizes(pipe, functools.partial(batch, config), compute_bytes=2)
 
     if not gpus:
@@ -117,31 +121,53 @@ def test_devices_that_share_a_layer_share_its_work():
     assert not one.f.collectives
 
 
+def test_matmuls_in_8_bits_are_as_many_and_twice_as_fast():
+    (wide,), (narrow,) = counted(SMALL).layers, counted(SMALL, fp8=KERNELS).layers
+    params = jax.eval_shape(lambda: gpt.init(SMALL, jax.random.key(0)))
+    kernels = [leaf for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim > 2]
+    assert narrow.quantized == sum(leaf.size for leaf in kernels) / SMALL.num_layers
+    h100, a100 = (devices.cluster(name, 8) for name in ("h100", "a100"))
+    for of_16, of_8 in zip(wide.passes, narrow.passes, strict=True):
+        assert of_16.flops(3) == of_8.flops(3)
+        quantized = [kernel for kernel in of_8.kernels if kernel.kind == "fp8"]
+        assert sum(k.flops.at(3) for k in quantized) == 2 * narrow.quantized * 3 * 32
+        assert not any(kernel.kind == "fp8" for kernel in of_16.kernels)
+    for cluster, speed in ((h100, 2), (a100, 1)):
+        kernel = sizes.Kernel(sizes.Linear(1e15, 0), sizes.Linear(0, 0), "matmul")
+        times = (
+            cost.kernel_seconds(one, 1, cluster) - devices.LAUNCH_SECONDS
+            for one in (kernel, kernel._replace(kind="fp8"))
+        )
+        assert next(times) == pytest.approx(speed * next(times))
+
+
+KERNELS = ("*kernel",)
 CASES = [
-    ("1f1b-fused", 1, "stacked", 1, 0, "none"),
-    ("zb-v", 2, "unrolled", 1, 1, "full"),
-    ("1f1b", 1, "stacked", 1, 3, "full"),
-    ("breadth-first-fused", 2, "stacked", 2, 3, "full"),
-    ("interleaved", 2, "unrolled", 2, 2, "none"),
-    ("zb-v", 2, "stacked", 2, 2, "none"),
+    ("1f1b-fused", 1, "stacked", 1, 0, "none", ()),
+    ("zb-v", 2, "unrolled", 1, 1, "full", ()),
+    ("1f1b", 1, "stacked", 1, 3, "full", ()),
+    ("breadth-first-fused", 2, "stacked", 2, 3, "full", ()),
+    ("interleaved", 2, "unrolled", 2, 2, "none", ()),
+    ("zb-v", 2, "stacked", 2, 2, "none", ()),
+    ("zb-v", 2, "unrolled", 2, 3, "dots", KERNELS),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "weights", "slots", "zero", "remat"), CASES)
+@pytest.mark.parametrize(("schedule", "chunks", "weights", "slots", "zero", "remat", "fp8"), CASES)
 def test_bytes_are_those_of_the_tick_loops_buffers(
-    schedule, chunks, weights, slots, zero, remat, monkeypatch
+    schedule, chunks, weights, slots, zero, remat, fp8, monkeypatch
 ):
     monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)  # as on GPUs
     plan = dataclasses.replace(
         PLAN, schedule=schedule, chunks=chunks, weights=weights, weight_slots=slots, zero=zero,
         remat=remat,
     )  # fmt: skip
-    one = placed(SMALL, plan, counted(SMALL, remat))
+    one = placed(SMALL, plan, counted(SMALL, remat, fp8=fp8))
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)
     pipe = pipeline(
         SMALL, data=2, schedule=cost.table_of(program).schedule, remat=remat, zero=zero,
-        weights=weights, weight_slots=slots, compute_dtype="bfloat16",
+        weights=weights, weight_slots=slots, compute_dtype="bfloat16", fp8=fp8,
     )  # fmt: skip
     carried = buffers(pipe, batch(SMALL, plan.batch_rows))
     kept = {name: tree_bytes(tree) for name, tree in carried.items()}
