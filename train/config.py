@@ -164,7 +164,7 @@ class PipelineConfig(Section):
     "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3, as
     activations are in the forward pass, and gradients at a matmul's output in E5M2. Layers must be
     alike and may only multiply by them: not experts that drop nothing, nor norms. `jaxpipe plan`
-    predicts neither their time nor their bytes."""
+    keeps the patterns, and predicts with them."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""
