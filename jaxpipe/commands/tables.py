@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from jaxpipe.schedule.device_clock import Timelines, timelines
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 from jaxpipe.schedule.show.page import page
+from jaxpipe.schedule.simulate import Costs
 
 _NO_DEVICES = OnDevices()
 
@@ -61,6 +63,7 @@ def compare(
     stages: int,
     microbatches: int,
     chunks: int | None = None,
+    slices: int | None = None,
     stage_costs: str | None = None,
     layer_costs: str | None = None,
     layers: int | None = None,
@@ -77,6 +80,8 @@ def compare(
       stages: p, pipeline stages.
       microbatches: m, microbatches per batch.
       chunks: v, chunks per stage of the schedules that let one choose; by default each one's own.
+      slices: k, slices into which the schedules that can cut the sequences of a microbatch; they
+        share its work and its messages.
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. The
         stage's chunks share it. By default 1,1,1 if no costs of a layer are given either.
       layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
@@ -85,21 +90,27 @@ def compare(
       out: a page to write, .html, on which a browser shows the schedules one above the other, each
         as `show` does.
     """
-    refuse(below_one(stages=stages, microbatches=microbatches, chunks=chunks))
-    check_size(stages, microbatches, chunks or 1)
-    chosen = {e.name: chunks for e in catalog.entries() if chunks and "num_chunks" in e.defaults}
-    if chunks and names and chosen.keys().isdisjoint(names):
-        rule = f"has no effect: none of {', '.join(names)} lets one choose"
-        refuse([Problem("chunks", chunks, rule, (None,))])
+    counts = {"chunks": chunks, "slices": slices}
+    refuse(below_one(stages=stages, microbatches=microbatches, **counts))
+    check_size(stages, microbatches * (slices or 1), chunks or 1)
+    chosen = {
+        entry.name: {o: n for o, n in counts.items() if n and f"num_{o}" in entry.defaults}
+        for entry in catalog.entries()
+    }
+    for option, number in counts.items():
+        if number and names and not any(option in chosen.get(name, ()) for name in names):
+            rule = f"has no effect: none of {', '.join(names)} lets one choose"
+            refuse([Problem(option, number, rule, (None,))])
     if out is not None and out.suffix.lower() != ".html":
         rule = "must end in .html: it is a page for a browser"
         refuse([Problem("out", str(out), rule, (str(out.with_suffix(".html")),))])
     if devices.layer_model is not None:
         given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
-        refuse(_instead(**given, out=out))
+        refuse(_instead(**given, slices=slices, out=out))
         wanted = names or tuple(SCHEDULES)
         shape = {"stages": stages, "microbatches": microbatches}
-        _print_predictions(*of_schedules(wanted, devices, **shape, chunks=chosen))
+        of_chunks = {name: own["chunks"] for name, own in chosen.items() if "chunks" in own}
+        _print_predictions(*of_schedules(wanted, devices, **shape, chunks=of_chunks))
         return
     if stage_costs is None and layer_costs is None:
         stage_costs = DEFAULT_COSTS
@@ -112,15 +123,17 @@ def compare(
         done = bar.add_task("", total=len(wanted))
         for number, name in enumerate(wanted):
             bar.update(done, description=name, completed=number)
+            own: dict[str, Any] = chosen.get(name, {})
+            layers_of_pass = [_of_slice(cost, own.get("slices", 1)) for cost in model]
             try:
                 schedule = catalog.build(
                     name,
                     stages=stages,
                     microbatches=microbatches,
-                    chunks=chosen.get(name),
-                    layer_costs=model,
+                    layer_costs=layers_of_pass,
+                    **own,
                 )
-                _, priced = cut_layers(model, schedule.placement)
+                _, priced = cut_layers(layers_of_pass, schedule.placement)
             except ValueError as error:
                 if names:
                     raise
@@ -138,6 +151,12 @@ def compare(
         say_written(out)
     for name, reason in reasons.items():
         say(console, f"{name} does not fit: {reason}")
+
+
+def _of_slice(cost: Costs, num_slices: int) -> Costs:
+    """The share of a layer's costs that an average slice has."""
+    shares = {name: getattr(cost, name) / num_slices for name in ("f", "b", "w", "message")}
+    return dataclasses.replace(cost, **shares)
 
 
 def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[str, str]) -> None:
@@ -167,12 +186,14 @@ def _instead(**given: Any) -> list[Problem]:
 
 
 def _print_rows(console: Console, compared: Sequence[Timelines]) -> None:
-    columns = "schedule", "v", "peak", "free", "device", "time"
+    sliced = any(free.schedule.num_slices > 1 for free, *_ in compared)
+    columns = "schedule", "v", *(("k",) if sliced else ()), "peak", "free", "device", "time"
     rows = []
     for free, device, _ in compared:
         peak = free.in_full_stages(max(free.peak_in_flight))
-        cells = [free.schedule.name, str(free.schedule.num_chunks), f"{peak:g}"]
-        cells.append(f"{free.bubble_ratio:.1%}")
+        cells = [free.schedule.name, str(free.schedule.num_chunks)]
+        cells += [str(free.schedule.num_slices)] if sliced else []
+        cells += [f"{peak:g}", f"{free.bubble_ratio:.1%}"]
         cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"]
         rows.append(cells)
     print_table(console, columns, rows)

@@ -134,6 +134,17 @@ class Schedule:
         return self.placement.num_chunks
 
 
+def nth_backward(n: int, num_slices: int) -> int:
+    """The number of the pass whose backward comes n-th, from 0: a sequence goes back from its last
+    slice to its first.
+
+    Example:
+      >>> [nth_backward(n, 4) for n in range(8)]
+      [3, 2, 1, 0, 7, 6, 5, 4]
+    """
+    return n + num_slices - 1 - 2 * (n % num_slices)
+
+
 def split_backwards(schedule: Schedule) -> Schedule:
     """Replaces every BW by its B, directly followed by its W, and overlaps nothing."""
     orders = tuple(

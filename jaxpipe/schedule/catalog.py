@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxpipe.schedule.actions import GUESTS, Schedule
 from jaxpipe.schedule.built_in import BUILT_IN, MEASURES, OPTIONS, PUBLISHED, Entry, Generate
+from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
@@ -179,11 +180,13 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
     costs = given.get("costs")
     if published:
         return dataclasses.replace(schedule, name=name)
-    if schedule.num_slices > 1:  # passes are ordered anew in the order of their numbers
-        return schedule
     if not entry.reordered or "costs" in entry.defaults or costs is None or costs == UNIT:
         return schedule
-    return in_time(schedule, costs)
+    reordered = in_time(schedule, costs)
+    if schedule.num_slices == 1:
+        return reordered
+    # Where later slices take longer, an order that ends sooner by itself may wait for messages.
+    return min(reordered, schedule, key=lambda order: device_clock(order, costs).makespan)
 
 
 def _of_average_chunk(

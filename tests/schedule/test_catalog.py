@@ -113,11 +113,20 @@ def test_what_a_registered_function_does_wrong_is_said():
         ("raises", r"raises raised ZeroDivisionError at .*test_catalog\.py:\d+: integer"),
         (
             "other",
-            "other returned a schedule of 3 stages and 2 microbatches, and was asked for 2 and",
+            "of stages=3, microbatches=2; it was asked for stages=2, microbatches=2",
         ),
     ):
         with pytest.raises(ValueError, match=expected):
             catalog.build(name, stages=2, microbatches=2)
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_function_cuts_sequences_as_it_was_asked_to():
+    catalog.register("whole")(
+        lambda stages, microbatches, *, num_slices: gpipe(stages, microbatches)
+    )
+    with pytest.raises(ValueError, match=r"microbatches=4, slices=1; it was asked for .*slices=2"):
+        catalog.build("whole", stages=2, microbatches=4, slices=2)
 
 
 @pytest.mark.usefixtures("registry")

@@ -112,6 +112,14 @@ def test_compare_takes_chunks_for_schedules_that_let_one_choose(capsys):
     assert re.search(r"zb-v +2 ", printed)
 
 
+def test_compare_cuts_the_sequences_of_schedules_that_can(capsys):
+    """Slices share the work of the same model, and its memory."""
+    assert main(["compare", "1f1b-fused", "zb-v", *SHAPE, "--slices", "4"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
+    assert rows[0] == ["1f1b-fused", "1", "4", "1.75", "8.6%", "8.6%", "26.25"]
+    assert rows[1][:4] == ["zb-v", "2", "1", "4"]
+
+
 def test_compare_says_why_a_schedule_does_not_fit(capsys, monkeypatch):
     build, refused = catalog.build, {"1f1b"}
 
@@ -276,6 +284,8 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
         (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
         (["compare", "1f1b", "zb-v", *SHAPE, "--chunks", "4"], "none of 1f1b, zb-v lets one"),
+        (["compare", "zb-v", "auto", *SHAPE, "--slices", "4"], "none of zb-v, auto lets one"),
+        (["compare", *SHAPE, "--slices", "0"], "--slices 0 must be at least 1"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (
             ["show", "zb-v", *SHAPE, "--layers", "1000000000", "--layer-costs", "1,1,1"],

@@ -15,11 +15,13 @@ from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, valid
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import write_csv
 from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 NAMES = (
+    *("gpipe", "gpipe-fused", "breadth-first", "breadth-first-descending", "modular-fused"),
     *("1f1b", "1f1b-fused", "interleaved", "interleaved-fused"),
     *("zb-h1", "zb-h2", "interleaved-zb"),
 )
@@ -62,21 +64,36 @@ def sequences_in_flight(order: tuple[Action, ...], k: int) -> list[int]:
 def test_bubbles_shrink_with_slices(p, m, k):
     costs = Costs(1, 1.2, 0.8)
     work, in_w = m * k * (costs.f + costs.b + costs.w), costs.f + costs.b
-    bubbles = {
-        "1f1b-fused": in_w + costs.w,
-        "1f1b": in_w,
-        "zb-h1": in_w - costs.w if (m - 1) * k >= p - 1 else None,
-    }
-    for name, per_stage in bubbles.items():
+    of_1f1b = min(m * k, p + k - 1)
+    for name, per_stage, peak in (
+        ("gpipe-fused", in_w + costs.w, m * k),
+        ("gpipe", in_w, m * k),
+        ("1f1b-fused", in_w + costs.w, of_1f1b),
+        ("1f1b", in_w, of_1f1b),
+        ("zb-h1", in_w - costs.w if (m - 1) * k >= p - 1 else None, of_1f1b),
+    ):
         schedule = sliced(name, p, m, k)
         if per_stage is not None:
             makespan = simulate(schedule, costs).makespan
             assert makespan == pytest.approx(work + (p - 1) * per_stage)
-        assert max(peak_in_flight(schedule)) == min(m * k, p + k - 1)
-    if m * k % p == 0 and p % k == 0:
-        schedule = sliced("interleaved-fused", p, m, k)
+        assert max(peak_in_flight(schedule)) == peak
+    in_chunks = {
+        "breadth-first-fused": m * k >= p,
+        "interleaved-fused": m * k % p == 0 and p % k == 0,
+    }
+    for name in (name for name, holds in in_chunks.items() if holds):
+        schedule = sliced(name, p, m, k)
         chunk = sum((costs.f, costs.b, costs.w))
         assert simulate(schedule, costs).makespan == pytest.approx(2 * work + (p - 1) * chunk)
+
+
+@pytest.mark.parametrize(
+    ("k", "bubble", "peak"), [(1, 0.467, 8), (4, 0.179, 2.75), (16, 0.052, 1.44)]
+)
+def test_seq1f1b_has_its_bubble_at_its_peak(k, bubble, peak):
+    timeline = simulate(sliced("1f1b-fused", 8, 8, k), UNIT)
+    assert timeline.bubble_ratio == pytest.approx(bubble, abs=5e-4)
+    assert timeline.in_full_stages(max(timeline.peak_in_flight)) == pytest.approx(peak, abs=5e-3)
 
 
 @pytest.mark.parametrize(("p", "m", "k"), SHAPES)
@@ -112,7 +129,7 @@ def test_slices_in_a_wrong_order_are_refused(position, says):
         validate(wrong)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "zb-v", "auto", "hanayo"])
+@pytest.mark.parametrize("name", ["dualpipe-v", "zb-v", "auto", "hanayo"])
 def test_schedules_that_read_no_slices_refuse_them(name):
     with pytest.raises(ValueError, match=rf"slices=4 does not fit schedule '{name}'"):
         sliced(name, 4, 4, 4)
@@ -144,6 +161,31 @@ def test_the_longer_warm_up_of_zb_h2_is_slack_for_later_slices():
     bubbles = [device_clock(s, costs).makespan / (3 * s.num_passes) - 1 for s in (first, second)]
     assert peaks[1] <= peaks[0]
     assert bubbles[1] < bubbles[0] / 3
+
+
+@pytest.mark.parametrize("attention", [0.0, 0.6])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb"])
+def test_orders_for_real_costs_keep_the_order_of_slices(name, attention):
+    costs = Costs(1, 1.2, 0.8, 0.1, attention=attention)
+    for p, m, k in ((2, 1, 3), (3, 2, 2), (4, 4, 4), (8, 3, 8)):
+        published = sliced(name, p, m, k)
+        reordered = in_time(published, costs)
+        chosen = catalog.build(name, stages=p, microbatches=m, slices=k, costs=costs)
+        for schedule in (reordered, chosen):
+            validate(schedule)
+            assert max(peak_in_flight(schedule)) <= max(published.peak_in_flight)
+            assert simulate(schedule, costs).makespan <= simulate(published, costs).makespan
+        assert device_clock(chosen, costs).makespan <= device_clock(published, costs).makespan
+
+
+def test_other_orders_let_chunks_wait_less_for_later_slices():
+    costs = Costs(1, 1.2, 0.8, attention=0.6)
+    shape = {"stages": 8, "microbatches": 8, "slices": 8, "costs": costs}
+    bubbles = [
+        device_clock(catalog.build(name, **shape), costs).makespan / (2 * 3 * 8 * 8) - 1
+        for name in ("interleaved-zb-published", "interleaved-zb")
+    ]
+    assert bubbles == pytest.approx([0.264, 0.242], abs=5e-4)
 
 
 def test_csv_of_slices_is_refused():

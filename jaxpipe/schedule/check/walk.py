@@ -48,7 +48,7 @@ class Results:
     def __init__(self, schedule: Schedule) -> None:
         # `validate` walks any schedule before it refuses it.
         self._stages = schedule.placement.stages
-        self._microbatches = max(schedule.num_passes, 1)
+        self._microbatches, self._slices = max(schedule.num_passes, 1), max(schedule.num_slices, 1)
         self._forwards = max(len(self._stages) * self._microbatches, 1)
         self._firsts: dict[tuple[Kind, int], tuple[int, list[int]]] = {}
 
@@ -70,8 +70,12 @@ class Results:
         return self.first(action)[0] + action.microbatch
 
     def inputs(self, action: Action) -> list[int]:
-        """The results that an action reads, in numbers."""
-        return [*map(action.microbatch.__add__, self.first(action)[1])]
+        """The results that an action reads, in numbers; those of another slice come last."""
+        read = [*map(action.microbatch.__add__, self.first(action)[1])]
+        step = -1 if action.kind is Kind.F else 1
+        if 0 <= action.microbatch % self._slices + step < self._slices != 1:
+            read += [self.number(action) + step] * (action.kind is not Kind.W)
+        return read
 
     def stage(self, number: int) -> int:
         """The stage that computes a result."""

@@ -54,7 +54,7 @@ def load(
       num_microbatches: m; None for those of a file.
       clock: the costs of the later timing: passed to a function that has
         parameters of these names.
-      options: num_chunks, group, memory_limit, for the function; a file takes none.
+      options: num_chunks, group, num_slices, memory_limit, for the function; a file takes none.
 
     Raises:
       ValueError: the name leads nowhere; numbers do not fit a file or are not given to a function;
@@ -114,7 +114,7 @@ def call_user(
 
     Raises:
       ValueError: the function does not take these arguments, raises something, or returns anything
-        but a schedule of p stages and m microbatches.
+        but a schedule of p stages, m microbatches and, if they are an option, k slices.
       ScheduleError: the schedule cannot run.
     """
     try:
@@ -130,12 +130,15 @@ def call_user(
         raise ValueError(f"{name} returned {type(schedule).__name__}, and must return a Schedule.")
     schedule = dataclasses.replace(schedule, name=name)
     validate(schedule)
-    made = (schedule.num_stages, schedule.num_microbatches)
-    if made != (stages, microbatches):
-        raise ValueError(
-            f"{name} returned a schedule of {made[0]} stages and {made[1]} microbatches, and was "
-            f"asked for {stages} and {microbatches}."
+    asked = {"stages": stages, "microbatches": microbatches}
+    asked |= {"slices": options["num_slices"]} if "num_slices" in options else {}
+    made = {what: getattr(schedule, f"num_{what}") for what in asked}
+    if made != asked:
+        returned, wanted = (
+            ", ".join(f"{what}={count}" for what, count in counts.items())
+            for counts in (made, asked)
         )
+        raise ValueError(f"{name} returned a schedule of {returned}; it was asked for {wanted}.")
     return schedule
 
 

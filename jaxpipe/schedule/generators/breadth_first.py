@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, nth_backward
 from jaxpipe.schedule.placement import looped
 
 
@@ -14,6 +14,7 @@ def breadth_first(
     *,
     num_chunks: int = 2,
     group: int | None = None,
+    num_slices: int = 1,
     descending: bool = False,
     fused: bool = False,
 ) -> Schedule:
@@ -26,6 +27,7 @@ def breadth_first(
     bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p;
                   once for every group
     in flight     g v chunks on every stage, g the group
+    k slices      bubble / k; as much in flight
     constraints   p >= 1, m >= 1, v >= 1; meant for m near p
     source        Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv 2211.05953
     ============  =====================================================================
@@ -41,13 +43,14 @@ def breadth_first(
     """
     group = min(group or num_microbatches, num_microbatches)
     placement = looped(num_stages, num_chunks=num_chunks)
+    passes, span = range(num_microbatches * num_slices), group * num_slices
     backward = (Kind.BW,) if fused else (Kind.B, Kind.W)
     orders: list[list[Action]] = [[] for _ in range(num_stages)]
-    for first in range(0, num_microbatches, group):
-        microbatches = range(num_microbatches)[first : first + group]
-        returning = microbatches[::-1] if descending else microbatches
+    for first in passes[::span]:
+        going = passes[first : first + span]
+        returning = going[::-1] if descending else [nth_backward(i, num_slices) for i in going]
         for order, own_stages in zip(orders, placement.virtual_stages, strict=True):
-            order += [Action(s, Kind.F, i) for s in own_stages for i in microbatches]
+            order += [Action(s, Kind.F, i) for s in own_stages for i in going]
             order += [
                 Action(s, k, i) for s in own_stages[::-1] for i in returning for k in backward
             ]
@@ -56,12 +59,18 @@ def breadth_first(
         placement=placement,
         num_microbatches=num_microbatches,
         orders=tuple(tuple(order) for order in orders),
-        peak_in_flight=(group * num_chunks,) * num_stages,
+        peak_in_flight=(span * num_chunks,) * num_stages,
+        num_slices=num_slices,
     )
 
 
 def modular(
-    num_stages: int, num_microbatches: int, *, num_chunks: int = 2, fused: bool = False
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_chunks: int = 2,
+    num_slices: int = 1,
+    fused: bool = False,
 ) -> Schedule:
     """Runs layered gradient accumulation over a modular pipeline: layer l on stage l mod p.
 
@@ -72,6 +81,7 @@ def modular(
     ============  =====================================================================
     bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p
     in flight     m v chunks on every stage
+    k slices      bubble / k; as much in flight
     constraints   p >= 1, m >= 1, v = the layers of a stage; every layer is sent on
     source        Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
                   arXiv 2106.02679
@@ -81,5 +91,7 @@ def modular(
       >>> modular(4, 8, num_chunks=4).peak_in_flight
       (32, 32, 32, 32)
     """
-    layered = breadth_first(num_stages, num_microbatches, num_chunks=num_chunks, fused=fused)
+    layered = breadth_first(
+        num_stages, num_microbatches, num_chunks=num_chunks, num_slices=num_slices, fused=fused
+    )
     return dataclasses.replace(layered, name="modular-fused" if fused else "modular")

@@ -91,9 +91,12 @@ def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:
         passes += [] if fused else [(Kind.W, virtual_stages[0])]
         sequence = [numbers[action.kind, action.virtual_stage] for action in order]
         stages.append(EagerStage(passes, sequence, costs, cap, patience))
-    events.run_stages(stages, schedule.placement, schedule.num_microbatches, message=costs.message)
+    m, k = schedule.num_microbatches, schedule.num_slices
+    events.run_stages(stages, schedule.placement, m, message=costs.message, num_slices=k)
     assert not any(stage.upcoming for stage in stages), "only what is ready overtakes"
-    orders = tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
+    orders = tuple(
+        tuple(events.actions(stage.passes, stage.order, num_slices=k)) for stage in stages
+    )
     return dataclasses.replace(schedule, orders=orders)
 
 
@@ -211,7 +214,9 @@ def earliest(schedule: Schedule, costs: Costs) -> Schedule:
         for needed in results.inputs(action):
             travel = costs.message if results.stage(needed) != d else 0.0
             ready = max(ready, ends[needed] + travel)
-        end = rows[d].place(action, ready, costs.of(action.kind))
+        duration = costs.of(action.kind)
+        duration += costs.more(action.kind, action.microbatch, schedule.num_slices)
+        end = rows[d].place(action, ready, duration)
         if action.kind is not Kind.W:
             ends[results.number(action)] = end
     return dataclasses.replace(schedule, orders=tuple(tuple(row.order) for row in rows))

@@ -11,7 +11,7 @@ import collections
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxpipe.schedule.actions import Action, Kind
+from jaxpipe.schedule.actions import Action, Kind, nth_backward
 from jaxpipe.schedule.placement import Placement
 
 StagePass = tuple[Kind, int]
@@ -59,15 +59,21 @@ class Stage(abc.ABC):
 
 
 def run_stages(
-    stages: Sequence[Stage], placement: Placement, num_microbatches: int, *, message: float = 0.0
+    stages: Sequence[Stage],
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    message: float = 0.0,
+    num_slices: int = 1,
 ) -> None:
     """Runs the stages of a placement until none of them can start anything more.
 
-    All microbatches can enter at once; a message between two stages takes ``message``.
+    All microbatches can enter at once, slice after slice; a message between two stages takes
+    ``message``. The backwards of a sequence begin when its last slice has gone forward.
     """
     readers = _readers(stages, placement)
     entrance = stages[placement.stages[0]]
-    entrance.arrivals[entrance.passes.index((Kind.F, 0))] = [0.0] * num_microbatches
+    entrance.arrivals[entrance.passes.index((Kind.F, 0))] = [0.0] * (num_microbatches * num_slices)
     events = [(0.0, d) for d in range(len(stages))]
     while events:
         now, d = heapq.heappop(events)
@@ -80,11 +86,13 @@ def run_stages(
         stage.start(number, now)
         heapq.heappush(events, (stage.free_at, d))
         for reader, read in readers[d][number]:
-            arrival = stage.free_at
+            arrival, count = stage.free_at, 1
+            if stage.passes[number][0] is Kind.F is not stages[reader].passes[read][0]:
+                count = 0 if stage.done[number] % num_slices else num_slices
             if reader != d:
                 arrival += message
                 heapq.heappush(events, (arrival, reader))
-            stages[reader].arrivals[read].append(arrival)
+            stages[reader].arrivals[read] += [arrival] * count
 
 
 def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tuple[int, int]]]]:
@@ -110,7 +118,9 @@ def _readers(stages: Sequence[Stage], placement: Placement) -> list[list[list[tu
     ]
 
 
-def actions(passes: Sequence[StagePass], order: Iterable[int]) -> Iterator[Action]:
+def actions(
+    passes: Sequence[StagePass], order: Iterable[int], *, num_slices: int = 1
+) -> Iterator[Action]:
     """Yields the actions of a stage from the numbers of its passes in order (`Stage.order`)."""
     microbatches = [0] * len(passes)
     pending: collections.deque[tuple[int, int]] = collections.deque()
@@ -121,6 +131,8 @@ def actions(passes: Sequence[StagePass], order: Iterable[int]) -> Iterator[Actio
         else:
             i = microbatches[number]
             microbatches[number] += 1
+            if kind is not Kind.F:
+                i = nth_backward(i, num_slices)
             if kind is Kind.B:
                 pending.append((s, i))
         yield Action(s, kind, i)

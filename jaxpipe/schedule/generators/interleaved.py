@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, nth_backward
 from jaxpipe.schedule.placement import Placement, looped
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import UNIT, makespan
@@ -154,7 +154,7 @@ def depth_first(
                 if delay <= k < delay + len(cells):
                     chunk, i = cells[k - delay]
                     if kind is not Kind.F:
-                        i += later - 2 * (i % num_slices)
+                        i = nth_backward(i, num_slices)
                     if i < num_passes:
                         order.append(Action(virtual_stages[chunk], kind, i))
         orders.append(tuple(order))
