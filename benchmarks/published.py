@@ -103,6 +103,8 @@ def _model(run: Run, tensors: Sequence[int], remats: Sequence[str], context: int
 
 _REMATS = "none", "dots", "full"
 _TENSORS = 1, 2, 4, 8
+_MOST_SEARCHED = 512
+"""GPUs of a run for which plans are searched; more take a minute each."""
 _NEAR = 1.1
 """Factor of the least memory up to which a program is among the leanest."""
 
@@ -217,10 +219,11 @@ def _described(prediction: Prediction) -> str:
 
 
 def searched(every: Sequence[Run]) -> list[Run]:
-    """Selects the dense run of each model and precision with the fewest GPUs and rows."""
+    """Selects the dense run of each model and precision with the fewest GPUs and rows, for which a
+    search takes seconds."""
     fewest: dict[tuple[Shape, str], Run] = {}
     for run in sorted(every, key=lambda run: (run.gpus, run.batch)):
-        if not run.shape.experts:
+        if not run.shape.experts and run.gpus <= _MOST_SEARCHED:
             fewest.setdefault((run.shape, run.precision), run)
     return list(fewest.values())
 
@@ -305,9 +308,9 @@ the free-running clock, its communication overlaps as noted below, and nothing i
 slots. jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and
 weights unrolled; of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80
 GB are predicted, or else of the leanest. "best plan" is jaxpipe's fastest on the same GPUs, with
-its stages x data x tensor devices, searched once per model and precision, for the fewest GPUs and
-rows. "ratio" is jaxpipe's step on the same mesh by that predicted for the system. Where it is above
-1, "loses" names what loses most, in seconds, and the memory if it is more:
+its stages x data x tensor devices, searched once per model and precision, for the fewest GPUs, at
+most 512, and rows. "ratio" is jaxpipe's step on the same mesh by that predicted for the system.
+Where it is above 1, "loses" names what loses most, in seconds, and the memory if it is more:
 
 - kernels: XLA fuses less, or computes again;
 - collectives: layers wait for all of theirs;

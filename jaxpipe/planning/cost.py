@@ -476,7 +476,7 @@ def _passes_of(
 def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
     """Times a kernel for so many rows: a launch, and the longer of its FLOPs and its bytes."""
     attained = cluster.device.efficiency
-    speeds = {"attention": attained.attention, "fp8": cluster.device.fp8_speed}
+    speeds = {"attention": attained.attention, "fp8": cluster.device.fp8}
     computing = kernel.flops.at(rows) / (speeds.get(kernel.kind, 1.0) * cluster.flops)
     moving = kernel.bytes.at(rows) / cluster.bandwidth
     shown = attained.loads if kernel.kind in ("matmul", "fp8") else 0.0

@@ -74,7 +74,7 @@ class Device:
       source: where the peaks stand.
       efficiency: shares of the peaks.
       latency: seconds of a message or a collective, however small.
-      fp8_speed: rate of matmuls in 8-bit floats, as a multiple of the 16-bit one; 1 where the
+      fp8: rate of matmuls of 8-bit floats, as a multiple of that of 16 bits; 1 where the
         device has none.
     """
 
@@ -88,7 +88,7 @@ class Device:
     source: str
     efficiency: Efficiency = Efficiency()
     latency: float = 0.0
-    fp8_speed: float = 1.0
+    fp8: float = 1.0
 
 
 LAUNCH_SECONDS = 3e-6
@@ -103,22 +103,10 @@ DEVICES = {
     for device in (
         Device("v100", 125e12, 32e9, 0.9e12, 150e9, 16e9, 2.5, "V100 SXM2 32 GB data sheet"),
         Device("a100", 312e12, 80e9, 2.039e12, 300e9, 32e9, 3.5, "A100 SXM 80 GB data sheet"),
+        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet", fp8=2.0),
+        Device("h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet", fp8=2.0),
         Device(
-            "h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet", fp8_speed=2.0
-        ),
-        Device(
-            "h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet", fp8_speed=2.0
-        ),
-        Device(
-            "b200",
-            2250e12,
-            180e9,
-            8.0e12,
-            900e9,
-            64e9,
-            10.0,
-            "DGX B200 data sheet, 1/8",
-            fp8_speed=2.0,
+            "b200", 2250e12, 180e9, 8.0e12, 900e9, 64e9, 10.0, "DGX B200 data sheet, 1/8", fp8=2.0
         ),
         Device("cpu", 5e10, 4e9, 1e10, 1e10, 1e10, 0.05, "assumed: a core"),
     )
