@@ -43,8 +43,8 @@ RULES = [
         "Nearest valid: model.sequence_length=15 or 18.",
     ),
     (
-        {"pipeline.sequence_slices": 4, "pipeline.schedule": "gpipe"},
-        "pipeline.sequence_slices=4 does not fit schedule 'gpipe': it does not read it.",
+        {"pipeline.sequence_slices": 4, "pipeline.schedule": "zb-v"},
+        "pipeline.sequence_slices=4 does not fit schedule 'zb-v': it does not read it.",
     ),
     ({"pipeline.sequence_slices": 2, "pipeline.schedule": "2bw"}, "which runs whole sequences"),
     ({"model.num_heads": 3}, "model.num_heads=3 must divide model.width=128. Nearest valid: 2, 4"),
