@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpipe import Appended
 from models import rotary
-from models.block_attention import Scores, block_attention
+from models.block_attention import BLOCK, Scores, block_attention
 from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm
 from models.context import Context
 from models.gpt_config import GPTConfig
@@ -166,7 +166,7 @@ def causal_attention(
     """
     kernel = attention_kernel(q_BTNH)
     is_plain = all(given is None for given in (positions_T, soft_cap, documents_BS, sinks_N))
-    if kernel and is_plain:
+    if is_plain and (kernel or k_BSKH.shape[1] <= BLOCK):  # one block has no part to leave out
         return jax.nn.dot_product_attention(
             q_BTNH,
             k_BSKH,

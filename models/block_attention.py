@@ -27,7 +27,7 @@ from jax import lax
 
 from models import flash_kernels
 
-_BLOCK = 256
+BLOCK = 256
 """Most queries, and keys, of a block of the loop."""
 _UNSEEN = -1e30
 """Score of what is not seen: finite, since a block may show a query nothing."""
@@ -262,7 +262,7 @@ class _Blocks:
 
     def __init__(self, q, k, v, positions, documents, *, scale, window, soft_cap):
         self.num_queries, self.options = q.shape[1], (scale, window, soft_cap)
-        self.t, self.s = min(_BLOCK, q.shape[1]), min(_BLOCK, k.shape[1])
+        self.t, self.s = min(BLOCK, q.shape[1]), min(BLOCK, k.shape[1])
         self.q = self.of_queries(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
         self.k, self.v = (_padded(w, self.s) for w in (k, v))
         # Padded keys lie behind all queries, and padded queries see what the last one does.

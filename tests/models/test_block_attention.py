@@ -89,14 +89,14 @@ def assert_close(found, expected, tolerance):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernels", [False, True], ids=["loop", "kernels"])
 def test_blocks_give_what_a_mask_gives(monkeypatch, case, kernels):
-    monkeypatch.setattr(block_attention, "_BLOCK", 16)  # 40 keys are no whole blocks
+    monkeypatch.setattr(block_attention, "BLOCK", 16)  # 40 keys are no whole blocks
     monkeypatch.setattr(flash_kernels, "BLOCK", (8, 8))
     monkeypatch.setattr(block_attention, "_in_kernels", lambda q, k: kernels)
     assert_close(results(in_blocks, case), results(masked, case), 1e-5)
 
 
 def test_keys_behind_the_last_query_have_no_influence(monkeypatch):
-    monkeypatch.setattr(block_attention, "_BLOCK", 16)
+    monkeypatch.setattr(block_attention, "BLOCK", 16)
     q, *kv = arrays(len(SLICE))
     filled = [jnp.where(jnp.arange(LENGTH)[:, None, None] > SLICE[-1], 1e4, w) for w in kv]
 

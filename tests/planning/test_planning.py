@@ -101,10 +101,9 @@ def test_flops_are_those_of_the_matmuls():
     params = jax.eval_shape(lambda: gpt.init(SMALL, jax.random.key(0)))
     leaves = jax.tree.leaves(params["layers"])
     weights = sum(leaf.size for leaf in leaves if leaf.ndim > 2) / SMALL.num_layers
-    # Attention multiplies two matrices in F, and five in B, which computes the scores again.
-    attention = 2 * tokens * (SMALL.sequence_length / 2) * width
-    assert layer.f.flops(rows) == 2 * weights * tokens + 2 * attention
-    assert layer.b.flops(rows) == 2 * weights * tokens + 5 * attention
+    scores = 2 * 2 * tokens * SMALL.sequence_length * width
+    assert layer.f.flops(rows) == 2 * weights * tokens + scores
+    assert layer.b.flops(rows) == 2 * weights * tokens + 2 * scores
     assert layer.w.flops(rows) == 2 * weights * tokens
     head = 2 * SMALL.vocab_size * width * tokens
     assert counted(SMALL).head.flops(rows) == 3 * head

@@ -66,7 +66,11 @@ def actions(table: TickTable, stage: int):
     """The cells of a stage in the order of their execution: tick, kind, work, and slots."""
     for tick, (kind, cell) in itertools.product(range(table.num_ticks), table.passes.items()):
         if cell.layers[tick, stage]:
-            slots = {name: int(getattr(cell, name)[tick, stage]) for name in cell.__annotations__}
+            slots = {
+                name: int(column[tick, stage])
+                for name, column in vars(cell).items()
+                if column is not None  # without slices
+            }
             yield tick, kind, (slots.pop("chunk"), slots.pop("microbatch")), slots
 
 
