@@ -83,7 +83,7 @@ def napping(f: float, b: float, w: float):
 
 
 def run_layer(function, w, x, batch, rng, carry=None, start=0):
-    """A layer that hands nothing from slice to slice of a sequence."""
+    """Runs a layer that mixes no tokens: slices of a sequence hand nothing to each other."""
     return function(w, x) if carry is None else (function(w, x), carry)
 
 

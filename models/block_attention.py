@@ -26,11 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from models import flash_kernels
+from models.flash_kernels import UNSEEN
 
 BLOCK = 256
 """Most queries, and keys, of a block of the loop."""
-_UNSEEN = -1e30
-"""Score of what is not seen: finite, since a block may show a query nothing."""
 
 
 class Scores(NamedTuple):
@@ -199,7 +198,7 @@ def _forward(q, k, v, positions, documents, /, *, scale, window, soft_cap, flops
             return new, old * total + weights.sum(axis=-1), old[..., None] * mixed + product
 
         nothing = jnp.zeros(shape_BKGt), jnp.zeros((*shape_BKGt, v.shape[-1]))
-        start = jnp.full(shape_BKGt, _UNSEEN), *nothing
+        start = jnp.full(shape_BKGt, UNSEEN), *nothing
         largest, total, mixed = lax.fori_loop(blocks.lo[block], blocks.hi[block], add, start)
         mixed = (mixed / total[..., None]).astype(q.dtype)
         return jnp.moveaxis(mixed, 3, 1), jnp.moveaxis(largest + jnp.log(total), 3, 1)
@@ -301,7 +300,7 @@ class _Blocks:
         if soft_cap:
             capped = jnp.tanh(scores / soft_cap)
             scores, slope = soft_cap * capped, 1 - jnp.square(capped)
-        return seen, jnp.where(seen, scores, _UNSEEN), slope
+        return seen, jnp.where(seen, scores, UNSEEN), slope
 
 
 def _padded(w_BT, block):

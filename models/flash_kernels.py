@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 
 BLOCK = 128, 64
 """Queries and keys of a block."""
-_UNSEEN = -1e30
+UNSEEN = -1e30
+"""Score of what is not seen: finite, since a block may show a query nothing."""
 
 
 def fits(q_BTNH: jax.Array, k_BSKH: jax.Array) -> bool:
@@ -34,7 +35,7 @@ def _scores(q, k, seen, scale, soft_cap):
     if soft_cap:
         capped = jnp.tanh(scores / soft_cap)
         scores, slope = soft_cap * capped, 1 - capped * capped
-    return jnp.where(seen, scores, _UNSEEN), slope
+    return jnp.where(seen, scores, UNSEEN), slope
 
 
 def _seen(positions, own, documents, start, window):
@@ -61,7 +62,7 @@ def _forward_kernel(
         mixed = old[:, None] * mixed + plgpu.dot(weights.astype(values.dtype), values)
         return new, old * total + jnp.sum(weights, axis=1), mixed
 
-    empty = jnp.full(BLOCK[0], _UNSEEN), jnp.zeros(BLOCK[0]), jnp.zeros(q.shape, jnp.float32)
+    empty = jnp.full(BLOCK[0], UNSEEN), jnp.zeros(BLOCK[0]), jnp.zeros(q.shape, jnp.float32)
     largest, total, mixed = lax.fori_loop(lo_ref[0], hi_ref[0], add, empty)
     mixed_ref[...] = (mixed / total[:, None]).astype(mixed_ref.dtype)
     sums_ref[...] = largest + jnp.log(total)

@@ -29,7 +29,7 @@ from models import gpt
 
 STAGES, TENSOR = 8, 8
 TOKENS = 2**22
-"""Of a step."""
+"""Tokens of a step."""
 FLOPS_PER_SECOND = 400e12
 BYTES_PER_PARAMETER = 18
 """Float32 parameters, gradients and both moments of Adam, and the bfloat16 copy."""

@@ -87,7 +87,7 @@ VALUES = (
     (0, 1, 2, 3),
     ("data", "tensor", "context"),
 )
-"""Of `CONFIGS`, schedules, slices, documents, policies, ZeRO levels, axes of two devices."""
+"""Names in `CONFIGS`, schedules, slices, documents, policies, ZeRO levels, axes of two devices."""
 SAMPLE = list(itertools.product(*VALUES))[::37]
 
 

@@ -56,7 +56,7 @@ RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
-"""What it hands from slice to slice of a sequence: forwards, and its cotangent."""
+"""Values that it hands from slice to slice of a sequence, and their cotangents."""
 
 
 @dataclasses.dataclass(frozen=True)
