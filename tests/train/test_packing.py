@@ -88,8 +88,8 @@ def attention(batch: dict[str, np.ndarray], shards: int, microbatches: int) -> n
 
 
 def test_shards_and_microbatches_get_as_much_attention():
-    """Compares the rows of the same batches, also after a resume; a text of long documents and one of
-    short ones are mixed."""
+    """Compares the rows of the same batches, also after a resume, where a text of long documents
+    and one of short ones are mixed."""
     texts = documents(5, 60, 1024), documents(6, 600, 100)
     packed = [Packed(np.concatenate(one), 1024, end_of_text=END) for one in texts]
     examples = stream.Mixture(packed, [1.0, 1.0])
