@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -41,22 +39,31 @@ if __name__ == "__main__":
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 import jaxpipe
-from benchmarks.hlo import HloProgram, Instruction, pass_of
+from benchmarks.compiled_ticks import (
+    bodies_by_place,
+    buffer_shapes,
+    check_edges,
+    collectives,
+    edges_of_stages,
+    ends_tick,
+    fused,
+    loop_bodies,
+    squeezed,
+    transfers,
+    whole_buffers,
+)
+from benchmarks.hlo import HloProgram, Instruction
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
-from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import (
     PLAIN_UPDATES,
     bytes_beside_arguments,
     compiled,
     predicted_bytes,
 )
-from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
@@ -133,61 +140,7 @@ CASES = list(dict.fromkeys([
 # The program as text.
 
 
-_MOVING = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter")
 _PLUMBING = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of the tick loop.
-
-    Args:
-      opcode: what it does.
-      bytes: of its largest array.
-      place: "tick"; "end" for a message that every such tick ends with; or, where it runs only in
-        some ticks, "loop" for a gated one or the branch of a conditional.
-      hidden_by: loops over layers between its start and its end; 0 if it is synchronous.
-      tick: the name of the tick's parts.
-      arrays: how many travel: XLA combines messages with equal edges.
-      pairs: the devices that a message connects.
-    """
-
-    opcode: str
-    bytes: int
-    place: str
-    hidden_by: int
-    tick: str
-    arrays: int = 1
-    pairs: Edges = ()
-
-
-def collectives(program: HloProgram) -> list[Collective]:
-    """The collectives of one tick of every kind, at any depth."""
-    found = []
-    ticks = program.tick_bodies()
-    for name, tick in ticks.items():
-        places = dict(map(reversed, _places(program, tick)))
-        # XLA leaves out the loop of a tick that runs once: it stands beside those of others.
-        inside = [other for other in ticks.values() if other != tick and other in places]
-        others = {body for other in inside for body in _loop_bodies(program, other)}
-        for body, place in places.items():
-            if body in others:
-                continue
-            rows = program.computations[body]
-            for position, row in enumerate(rows):
-                opcode = row.opcode.removesuffix("-start")
-                if opcode not in _MOVING:
-                    continue
-                hidden_by = 0
-                if row.opcode != opcode and '"is_sync":true' not in row.text:
-                    ends = [i for i, later in enumerate(rows) if row.name in later.operands]
-                    between = rows[position : min(i for i in ends if i > position)]
-                    hidden_by = sum(pass_of(later) is not None for later in between)
-                where = "end" if place == "tick" and "/meet/" in row.text else place
-                arrays = len(row.operands)
-                one = opcode, max(row.bytes), where, hidden_by, name, arrays, tuple(row.pairs)
-                found.append(Collective(*one))
-    return found
 
 
 def beside_messages(program: HloProgram) -> list[Instruction]:
@@ -195,52 +148,13 @@ def beside_messages(program: HloProgram) -> list[Instruction]:
     return [
         row
         for tick in program.tick_bodies().values()
-        for place, body in _places(program, tick)
+        for place, body in bodies_by_place(program, tick)
         if place.startswith("branch")
         for row in program.computations[body]
         if row.opcode not in _PLUMBING
         and not row.opcode.startswith("collective-permute")
         and any(one.opcode == "parameter" for one in program.before(body, row))
     ]
-
-
-def edges_of_stages(pairs: Edges, mesh: Mesh) -> Edges:
-    """The stages that a message between devices connects."""
-    names, shape = mesh.axis_names, mesh.devices.shape
-    stage = np.unravel_index(np.arange(mesh.size), shape)[names.index("stage")]
-    return tuple(sorted({(int(stage[sender]), int(stage[to])) for sender, to in pairs}))
-
-
-def check_edges(messages: list[Collective], table: TickTable) -> None:
-    """Checks that messages, with stages for devices, connect what the table says: late ones all
-    pairs that ever have one, and others, in every branch, those of one of the table's exchanges."""
-    for tick in {message.tick for message in messages}:
-        parts = BodyParts("forward" in tick, "backward" in tick)
-        runs = [parts.has(channel.kind) for channel in table.channels]
-        late = [c.late_edges for c in itertools.compress(table.channels, runs) if c.late_edges]
-        exchanges = {tuple(itertools.compress(pairs, runs)) for pairs in table.exchanges}
-        by_place: dict[str, list[Edges]] = {}
-        for one in messages:
-            if one.tick == tick:
-                by_place.setdefault(one.place, []).extend([one.pairs] * one.arrays)
-        assert sorted(by_place.pop("tick", [])) == sorted(late), tick
-        found = sorted(sorted(pairs) for pairs in by_place.values())
-        ends = (sorted(filter(None, pairs)) for pairs in exchanges)
-        assert found == sorted(filter(None, ends)), tick
-
-
-def whole_buffers(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[Instruction]:
-    """The operations that copy, transpose or write a whole buffer in the tick loop."""
-    found = []
-    loops = (body for loop in program.tick_loops() for body in _loop_bodies(program, loop))
-    for body in loops:
-        for row in program.computations[body]:
-            inside = {i.opcode for i in _inside(program, row)}
-            in_place = row.opcode == "fusion" and "dynamic-update-slice" in inside
-            writes = row.opcode in ("copy", "copy-start", "transpose", "fusion") and not in_place
-            if writes and any(_squeezed(shape) in shapes for shape in row.shapes):
-                found.append(row)
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,9 +189,9 @@ def weight_traffic(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[We
 
 def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> WeightTraffic:
     copied = cast = 0
-    for body in _loop_bodies(program, loop):
+    for body in loop_bodies(program, loop):
         for row in program.computations[body]:
-            inside = {i.opcode for i in _inside(program, row)} | {row.opcode}
+            inside = {i.opcode for i in fused(program, row)} | {row.opcode}
             # The layer's own gradient is added in place: a copy would be one more.
             moves = bool(inside & {"copy", "transpose", "slice", "dynamic-slice"})
             if "dot" in inside or not (moves or "convert" in inside):
@@ -285,7 +199,7 @@ def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> We
             size = sum(
                 size
                 for shape, size in zip(row.shapes, row.bytes, strict=True)
-                if tuple(sorted(_squeezed(shape))) in shapes
+                if tuple(sorted(squeezed(shape))) in shapes
             )
             copied += size * moves
             cast += size * (not moves)
@@ -339,34 +253,6 @@ def host_waits(thunks: str) -> tuple[int, int]:
     return most["kWhile"], most["kConditional"]
 
 
-def _loop_bodies(program: HloProgram, computation: str) -> list[str]:
-    """A computation, and the bodies of all loops and branches in it."""
-    return [body for _, body in _places(program, computation)]
-
-
-def _places(program: HloProgram, computation: str, place: str = "tick") -> list[tuple[str, str]]:
-    """The same, each with its place: that of `Collective`."""
-    found = [(place, computation)]
-    for row in program.computations[computation]:
-        for name, called in row.calls.items():
-            if row.opcode == "while" and name == "body":
-                found += _places(program, called, "loop")
-            elif row.opcode == "conditional":
-                found += _places(program, called, name)
-            elif row.opcode == "call":
-                found += _places(program, called, place)
-    return found
-
-
-def _inside(program: HloProgram, row: Instruction) -> list[Instruction]:
-    """The operations in a fusion."""
-    return [i for called in row.calls.values() for i in program.reached(called, into_loops=True)]
-
-
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for n in shape if n != 1)
-
-
 # One case.
 
 
@@ -409,15 +295,12 @@ def measure(case: Case) -> dict:
     program = HloProgram(text)
     piece = jax.tree.leaves(pipe.layout.layers.piece)
     weights = {tuple(sorted(leaf.shape)) for leaf in piece if len(leaf.shape) > 1}
-    # A buffer holds more than one layer of one microbatch; one layer's values are not a buffer.
-    leaves = jax.tree.leaves(traced.buffers(pipe, batch))
-    buffers = {_squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
-    buffers -= {_squeezed(leaf.struct(sharded=s).shape) for leaf in piece for s in (False, True)}
     moved = [
         dataclasses.replace(one, pairs=edges_of_stages(one.pairs, pipe.mesh))
         for one in collectives(program)
     ]
     check_edges([one for one in moved if one.opcode == "collective-permute"], pipe.table)
+    buffers = buffer_shapes(pipe, batch)
     predicted, matmuls = predicted_bytes(pipe, batch), weight_matmuls(program)
     if case.fp8:
         operands = {dtype for by in matmuls.values() for pair in by for dtype in pair.split(" x ")}
@@ -438,19 +321,6 @@ def measure(case: Case) -> dict:
         "predicted_bytes": sum(predicted.values()),
         "compile_cpu_seconds": seconds,
     }
-
-
-def _ends(one: dict) -> bool:
-    """Whether it is a message that is not late."""
-    return one["opcode"] == "collective-permute" and one["place"] != "tick"
-
-
-def _transfers(found: list[dict], opcodes: tuple[str, ...]) -> str:
-    """How each is hidden: "2 in a loop" are two that nothing overlaps but most ticks skip."""
-    rows = [row for row in found if row["opcode"] in opcodes and not _ends(row)]
-    gated = sum(row["place"] != "tick" for row in rows)
-    always = ", ".join(str(row["hidden_by"]) for row in rows if row["place"] == "tick")
-    return "; ".join(filter(None, (always, f"{gated} in a loop" if gated else "")))
 
 
 def _edges(found: list[dict]) -> list[str]:
@@ -491,9 +361,9 @@ def main() -> None:
         table.add_row(
             str(case),
             str(result["ticks"]),
-            _transfers(found, ("collective-permute",)),
-            str(len({(one["tick"], one["place"]) for one in found if _ends(one)})),
-            _transfers(found, ("all-gather", "reduce-scatter")),
+            transfers(found, ("collective-permute",)),
+            str(len({(one["tick"], one["place"]) for one in found if ends_tick(one)})),
+            transfers(found, ("all-gather", "reduce-scatter")),
             str(len(result["whole_buffers"])),
             str(len(result["beside_messages"])),
             *(

@@ -16,7 +16,7 @@ from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.precision import compute_dtypes
 from jaxpipe.runtime.layout.splits import read_splits
 from jaxpipe.runtime.layout.whole_model import StateLayout, WithFrozen, make_layouts
-from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.mesh import Axes, stores_tiles
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tables import Tables
 from jaxpipe.runtime.tick import executor
@@ -117,6 +117,7 @@ class Assembly:
             states=self.state_layout,
             compute=self.compute_dtypes,
             overlaps=self._tables.overlaps,
+            tiled=stores_tiles(self.mesh),
         )
 
     def make_program(

@@ -79,5 +79,5 @@ def after(first: Tree, then: Tree, device: Index) -> Tree:
     Tests: ``test_optimizers.py::test_layers_and_the_rest_communicate_one_after_the_other``; of the
     copy, ``make plan-memory``.
     """
-    read = sum(w.reshape(-1)[0].astype(jnp.float32) for w in jax.tree.leaves(first) if w.size)
+    read = sum(w[(0,) * w.ndim].astype(jnp.float32) for w in jax.tree.leaves(first) if w.size)
     return jax.tree.map(lambda w: jnp.where(device >= 0, w, jnp.asarray(read, w.dtype)), then)

@@ -310,6 +310,12 @@ def transfers_overlap(mesh: Mesh) -> bool:
     return bool(mesh.devices.flat[0].platform != "cpu")
 
 
+def stores_tiles(mesh: Mesh) -> bool:
+    """Whether devices store arrays in tiles of their last two dimensions, so that another shape of
+    the same elements is another order in memory."""
+    return bool(mesh.devices.flat[0].platform == "tpu")
+
+
 def leave_compilation_cache(mesh: Mesh) -> None:
     """Switches jax's persistent compilation cache off in this process for a mesh of CPU devices.
 

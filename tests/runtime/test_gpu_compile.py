@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import gpu_compile
+from benchmarks import compiled_ticks, gpu_compile
 from benchmarks.hlo import HloProgram
 
 SCOPE = 'metadata={op_name="jit(step)/tick_forward/while/body/closed_call/%s/while"}'
@@ -71,8 +71,8 @@ condition:
 @pytest.mark.parametrize(("sync", "hidden_by"), [("false", 2), ("true", 0)])
 def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by):
     program = HloProgram(PROGRAM.replace("CONFIG", f'backend_config={{"is_sync":{sync}}}'))
-    (found,) = gpu_compile.collectives(program)
-    assert found == gpu_compile.Collective(
+    (found,) = compiled_ticks.collectives(program)
+    assert found == compiled_ticks.Collective(
         "collective-permute", bytes=256, place="tick", hidden_by=hidden_by, tick="tick_forward"
     )
 
@@ -81,14 +81,14 @@ def test_a_transfer_without_an_end_of_its_own_is_synchronous():
     text = PROGRAM.replace(
         "(f32[8,8], f32[8,8]) collective-permute-start", "f32[8,8] collective-permute"
     )
-    (found,) = gpu_compile.collectives(HloProgram(text))
+    (found,) = compiled_ticks.collectives(HloProgram(text))
     assert found.hidden_by == 0
 
 
 def test_copies_of_buffers_and_weights():
     program = HloProgram(PROGRAM)
-    assert [row.name for row in gpu_compile.whole_buffers(program, {(4, 8, 8)})] == ["again"]
-    assert gpu_compile.whole_buffers(program, {(5, 8, 8)}) == []
+    assert [row.name for row in compiled_ticks.whole_buffers(program, {(4, 8, 8)})] == ["again"]
+    assert compiled_ticks.whole_buffers(program, {(5, 8, 8)}) == []
 
 
 @pytest.mark.parametrize(("scope", "passes"), [("F/chunk0_layer1", 1), ("W/chunk0_layer1", 2)])

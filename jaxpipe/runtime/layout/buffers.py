@@ -4,12 +4,14 @@ A buffer has slots; a slot holds the values of all layers of a chunk. If all lay
 every value has a buffer, ``[slots * layers, size]``. Layers of several kinds share one flat buffer
 per dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox is
 the same with one activation per slot. Buffers are flat because loops that see natural shapes, or a
-dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
+dimension of 1, choose different layouts for them, and then transpose or copy whole buffers: on CPUs
+and GPUs. A TPU stores arrays in tiles of their last two dimensions, and moves every element of one
+that is flattened. There, the values of layers of one kind keep their shapes,
+``[slots * layers, ...]``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,11 +26,13 @@ from jaxpipe.schedule.lowering.table import NONE
 
 
 class _Value(NamedTuple):
-    """Place of one value of a kind: its buffer, offset from the layer's start, and shape."""
+    """Place of one value of a kind: its buffer, offset from the layer's start, shape, and shape in
+    the buffer."""
 
     buffer: int
     offset: int
     shape: tuple[int, ...]
+    stored: tuple[int, ...]
 
 
 class SharedBuffers:
@@ -38,6 +42,7 @@ class SharedBuffers:
       kinds: for every kind, the shapes of its values.
       layers: kind of every layer of every chunk of every stage, int ``[stages, chunks, layers]``,
         -1 where a chunk has fewer layers than the largest.
+      tiled: whether the devices store arrays in tiles (`jaxpipe.runtime.mesh.stores_tiles`).
       on_host: whether they lie in the memory of the host.
     """
 
@@ -46,15 +51,17 @@ class SharedBuffers:
         kinds: Sequence[Sequence[jax.ShapeDtypeStruct]],
         layers: np.ndarray,
         *,
+        tiled: bool,
         on_host: bool = False,
     ) -> None:
         self.on_host = on_host
         self._alike = len(kinds) == 1
         if self._alike:
             self._dtypes = [leaf.dtype for leaf in kinds[0]]
-            sizes = [leaf.size for leaf in kinds[0]]
-            self._values = [[_Value(b, 0, leaf.shape) for b, leaf in enumerate(kinds[0])]]
-            self._rows, self._sizes = layers.shape[2], sizes
+            self._stored = [leaf.shape if tiled else (leaf.size,) for leaf in kinds[0]]
+            alike = zip(kinds[0], self._stored, strict=True)
+            self._values = [[_Value(b, 0, leaf.shape, s) for b, (leaf, s) in enumerate(alike)]]
+            self._rows = layers.shape[2]
             return
         self._dtypes = list(dict.fromkeys(leaf.dtype for kind in kinds for leaf in kind))
         self._values, sizes = [], []
@@ -63,19 +70,20 @@ class SharedBuffers:
             values = []
             for leaf in kind:
                 b = self._dtypes.index(leaf.dtype)
-                values.append(_Value(b, taken[b], leaf.shape))
+                values.append(_Value(b, taken[b], leaf.shape, (leaf.size,)))
                 taken[b] += leaf.size
             self._values.append(values)
             sizes.append(taken)
         table = np.asarray([*sizes, [0] * len(self._dtypes)], np.int32)[layers]
         self._starts = np.cumsum(table, axis=2, dtype=np.int32) - table
-        self._rows, self._sizes = 1, table.sum(axis=2).max(axis=(0, 1)).tolist()
+        self._stored = [(size,) for size in table.sum(axis=2).max(axis=(0, 1)).tolist()]
+        self._rows = 1
 
     def shapes(self, slots: int) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the buffers, each ``[slots * layers, size]``."""
+        """Shapes of the buffers, each ``[slots * layers, ...]``."""
         return [
-            jax.ShapeDtypeStruct((slots * self._rows, size), dtype)
-            for size, dtype in zip(self._sizes, self._dtypes, strict=True)
+            jax.ShapeDtypeStruct((slots * self._rows, *stored), dtype)
+            for stored, dtype in zip(self._stored, self._dtypes, strict=True)
         ]
 
     def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
@@ -97,8 +105,8 @@ class SharedBuffers:
         """Reads the values of the layer ``at`` (stage, chunk, layer), which is of this kind."""
         values = []
         for value in self._values[kind]:
-            start, size = self._index(value, slot, at), (1, math.prod(value.shape))
-            row = lax.dynamic_slice(buffers[value.buffer], start, size)
+            start = self._index(value, slot, at)
+            row = lax.dynamic_slice(buffers[value.buffer], start, (1, *value.stored))
             values.append((to_devices(row) if self.on_host else row).reshape(value.shape))
         return values
 
@@ -108,7 +116,7 @@ class SharedBuffers:
         """Writes a layer's values into their slot, in place, and returns the buffers."""
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
-            row = value.reshape(1, -1)
+            row = value.reshape(1, *where.stored)
             buffers[where.buffer] = lax.dynamic_update_slice(
                 buffers[where.buffer],
                 to_host(row) if self.on_host else row,
@@ -116,10 +124,10 @@ class SharedBuffers:
             )
         return buffers
 
-    def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, Index]:
+    def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, ...]:
         stage, chunk, layer = at
         if self._alike:
-            return slot * self._rows + layer, 0
+            return slot * self._rows + layer, *[0] * len(value.stored)
         start = jnp.asarray(self._starts)[stage, chunk, layer, value.buffer]
         return slot, start + value.offset
 

@@ -77,6 +77,7 @@ class Setup:
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
       leaves: the kind of forward that leaves residuals.
       overlaps: whether devices communicate while they compute.
+      tiled: whether devices store arrays in tiles.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
@@ -92,6 +93,7 @@ class Setup:
     early: bool = True
     leaves: Kind = Kind.F
     overlaps: bool = True
+    tiled: bool = False
     stamps: Stamps | None = None
 
     @property

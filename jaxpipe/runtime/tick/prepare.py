@@ -91,11 +91,12 @@ def fix(
             name: SharedBuffers(
                 values,
                 kind_of,
+                tiled=setup.tiled,
                 on_host=name in RESIDUALS_OF_F and setup.options.residuals == "host",
             )
             for name, values in _left_behind(layers, setup).items()
         },
-        messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1)),
+        messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1), tiled=setup.tiled),
         collector=collector,
         weight=weight,
     )
