@@ -264,8 +264,10 @@ def host_of(devices: Sequence[jax.Device]) -> list[int]:
     """The number of each device's host.
 
     That is its process. Where every process has one device, it is jax's slice: what a fast network
-    joins.
+    joins. So it is on TPUs, whose fast network joins the hosts of a slice.
     """
+    if devices[0].platform == "tpu":
+        return [getattr(device, "slice_index", 0) for device in devices]
     processes = [device.process_index for device in devices]
     if len(set(processes)) < len(processes):
         return processes

@@ -15,7 +15,9 @@ import pytest
 import toys
 from covering import covering
 
+from jaxpipe.runtime import assembly
 from jaxpipe.runtime.layers.keys import layer_key
+from jaxpipe.runtime.measure import traced
 from jaxpipe.schedule import catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")
@@ -83,6 +85,23 @@ def no_stage_keeps_a_whole_table(pipe) -> None:
             kept = math.prod(w.sharding.shard_shape(w.shape))
             divides = any(n % pipe.mesh.size == 0 for n in w.shape)
             assert not divides or w.ndim < 2 or kept * pipe.mesh.shape["stage"] <= w.size
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tied", {"zero": 3, "weights": "unrolled", "weight_slots": 2, "num_layers": 4}),
+        ("uneven", {"layer_counts": (2, 1, 3, 2)}),
+    ],
+)
+def test_values_of_one_kind_of_layers_keep_their_shapes_on_tpus(name, options, monkeypatch):
+    """CPUs run here what devices run that store arrays in tiles."""
+    monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
+    pipe = toys.check(name, "zb-v", {"stage": 2, "data": 2}, **options)
+    buffers = traced.buffers(pipe, toys.named(name).batch(16))
+    kept = [leaf.ndim for part in ("x", "dy", "until_b", "until_w") for leaf in buffers[part]]
+    assert (max(kept) > 2) == (name == "tied")
 
 
 def test_keys_differ_by_microbatch_data_shard_and_layer():

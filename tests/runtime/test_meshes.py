@@ -177,6 +177,7 @@ class Device:
     id: int
     process_index: int
     slice_index: int
+    platform: str
 
 
 @pytest.mark.parametrize(
@@ -191,9 +192,9 @@ class Device:
     ],
 )
 def test_shards_and_model_axes_lie_within_hosts(sizes, hosts, together, across):
-    """Hosts have eight devices each, of one process or of as many."""
-    for of_process in (8, 1):
-        devices = [Device(n, n // of_process, n // 8) for n in range(8 * hosts)]
+    """Hosts, or slices of TPUs, have eight devices each, of one process or of several."""
+    for of_process, platform in ((8, "gpu"), (1, "gpu"), (4, "tpu")):
+        devices = [Device(n, n // of_process, n // 8, platform) for n in range(8 * hosts)]
         found = [device.slice_index for device in meshes._on_hosts(devices, sizes)]
         placed = np.reshape(found, [*sizes.values()])
         for axis, name in enumerate(sizes):
