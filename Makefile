@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-slices study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices plan-memory published figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-slices study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices tpu-environment tpu-compile plan-memory published figures docs
 
 setup: $(INSTALLED)
 
@@ -117,6 +117,15 @@ gpu-offload: gpu-environment
 
 gpu-slices: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_slices.py $(ARGS)
+
+# libtpu, which compiles for TPUs that are not there.
+tpu-environment: setup
+	test -x $(VENV)-tpu/bin/python || $(PYTHON) -m venv $(VENV)-tpu
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	$(VENV)-tpu/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train]' "jax[tpu]==$$version"
+
+tpu-compile: tpu-environment
+	$(VENV)-tpu/bin/python benchmarks/tpu_compile.py $(ARGS)
 
 # On a machine with a GPU.
 gpu-check: setup

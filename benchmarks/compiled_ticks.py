@@ -19,6 +19,7 @@ from jaxpipe.runtime.types import Batch
 from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 
 _MOVING = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter")
+_FUSED_START = "async-collective-start"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +60,41 @@ def collectives(program: HloProgram) -> list[Collective]:
                 continue
             rows = program.computations[body]
             for position, row in enumerate(rows):
-                opcode = row.opcode.removesuffix("-start")
-                if opcode not in _MOVING:
+                opcode, asynchronous = _moves(program, row)
+                if opcode is None:
                     continue
-                hidden_by = 0
-                if row.opcode != opcode and '"is_sync":true' not in row.text:
-                    ends = [i for i, later in enumerate(rows) if row.name in later.operands]
-                    between = rows[position : min(i for i in ends if i > position)]
-                    hidden_by = sum(pass_of(later) is not None for later in between)
+                between = rows[position : _end(rows, position)] if asynchronous else []
+                hidden_by = sum(pass_of(later) is not None for later in between)
                 where = "end" if place == "tick" and "/meet/" in row.text else place
                 arrays = len(row.operands)
                 one = opcode, max(row.bytes), where, hidden_by, name, arrays, tuple(row.pairs)
                 found.append(Collective(*one))
     return found
+
+
+def _moves(program: HloProgram, row: Instruction) -> tuple[str | None, bool]:
+    """The opcode of the collective that an instruction runs or starts, None for any other, and
+    whether it ends elsewhere.
+
+    XLA for TPUs puts gathers into fusions, with steps of them in the loops that hide them, and
+    reductions whose parts do not fill tiles.
+    """
+    if row.calls.get("calls", "").startswith("all-reduce-scatter"):
+        return "reduce-scatter", False
+    if row.name.startswith(_FUSED_START):
+        return next(one.opcode for one in fused(program, row) if one.opcode in _MOVING), True
+    opcode = row.opcode.removesuffix("-start")
+    starts = row.opcode != opcode and '"is_sync":true' not in row.text
+    return (opcode if opcode in _MOVING else None), starts
+
+
+def _end(rows: list[Instruction], start: int) -> int:
+    """The row in which a collective ends that starts in one."""
+    name, after = rows[start].name, range(start + 1, len(rows))
+    if name.startswith(_FUSED_START):
+        done = name.replace("start", "done")
+        return next(i for i in after if rows[i].name == done)
+    return next(i for i in after if name in rows[i].operands)
 
 
 def edges_of_stages(pairs: Edges, mesh: Mesh) -> Edges:

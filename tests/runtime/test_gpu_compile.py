@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu_compile.py` reads from a scheduled GPU program."""
+"""What `benchmarks/gpu_compile.py` and `tpu_compile.py` read from a scheduled program."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ ENTRY %main (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
 }}
 """
 
+GATHER = """%gather (x: f32[8,8]) -> (f32[8,8], f32[16,8]) {
+  %x = f32[8,8]{1,0} parameter(0)
+  %whole = f32[16,8]{1,0} all-gather(%x), dimensions={0}
+  ROOT %out = (f32[8,8], f32[16,8]) tuple(%x, %whole)
+}
+
+"""
+
 THUNKS = """000: kCommandBuffer [source | sink]
 033: kWhile         [prev=000 (1) | sink]
 condition:
@@ -75,6 +83,21 @@ def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by)
     assert found == compiled_ticks.Collective(
         "collective-permute", bytes=256, place="tick", hidden_by=hidden_by, tick="tick_forward"
     )
+
+
+def test_tpus_gather_and_reduce_in_fusions():
+    """What a gather's end reads passes through the loops that hide it."""
+    start = "%early = (f32[8,8], f32[8,8]) collective-permute-start(%x), CONFIG"
+    gather = "%async-collective-start.1 = (f32[8,8], f32[16,8]) fusion(%x), calls=%gather"
+    text = PROGRAM.replace(start, gather).replace("%layer (p", GATHER + "%layer (p", 1)
+    done = "%async-collective-done.1 = f32[8,8]{1,0} fusion(%p2), calls=%gather"
+    text = text.replace("%arrived = f32[8,8]{1,0} collective-permute-done(%early)", done)
+    (found,) = compiled_ticks.collectives(HloProgram(text))
+    assert (found.opcode, found.hidden_by) == ("all-gather", 2)
+
+    reduce = "%early = f32[4,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1"
+    (found,) = compiled_ticks.collectives(HloProgram(PROGRAM.replace(start, reduce)))
+    assert (found.opcode, found.hidden_by) == ("reduce-scatter", 0)
 
 
 def test_a_transfer_without_an_end_of_its_own_is_synchronous():
