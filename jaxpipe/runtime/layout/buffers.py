@@ -4,10 +4,11 @@ A buffer has slots; a slot holds the values of all layers of a chunk. If all lay
 every value has a buffer, ``[slots * layers, size]``. Layers of several kinds share one flat buffer
 per dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox is
 the same with one activation per slot. Buffers are flat because loops that see natural shapes, or a
-dimension of 1, choose different layouts for them, and then transpose or copy whole buffers: on CPUs
-and GPUs. A TPU stores arrays in tiles of their last two dimensions, and moves every element of one
-that is flattened. There, the values of layers of one kind keep their shapes,
-``[slots * layers, ...]``.
+dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
+
+A TPU stores arrays in tiles of their last two dimensions, so that flattening one moves all of its
+elements. There, values of layers of one kind keep their shapes, ``[slots * layers, ...]``, and a
+constraint gives a buffer the same layout in every loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxpipe.runtime.host import to_devices, to_host
 from jaxpipe.runtime.types import Arrays, At, Index, Message
@@ -54,7 +56,7 @@ class SharedBuffers:
         tiled: bool,
         on_host: bool = False,
     ) -> None:
-        self.on_host = on_host
+        self.on_host, self._tiled = on_host, tiled
         self._alike = len(kinds) == 1
         if self._alike:
             self._dtypes = [leaf.dtype for leaf in kinds[0]]
@@ -106,7 +108,9 @@ class SharedBuffers:
         values = []
         for value in self._values[kind]:
             start = self._index(value, slot, at)
-            row = lax.dynamic_slice(buffers[value.buffer], start, (1, *value.stored))
+            row = lax.dynamic_slice(
+                self._in_order(buffers[value.buffer]), start, (1, *value.stored)
+            )
             values.append((to_devices(row) if self.on_host else row).reshape(value.shape))
         return values
 
@@ -117,12 +121,19 @@ class SharedBuffers:
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
             row = value.reshape(1, *where.stored)
-            buffers[where.buffer] = lax.dynamic_update_slice(
+            written = lax.dynamic_update_slice(
                 buffers[where.buffer],
                 to_host(row) if self.on_host else row,
                 self._index(where, slot, at),
             )
+            buffers[where.buffer] = self._in_order(written)
         return buffers
+
+    def _in_order(self, buffer: jax.Array) -> jax.Array:
+        """Keeps the dimensions of a TPU's buffer in their order in memory."""
+        if not self._tiled:
+            return buffer
+        return with_layout_constraint(buffer, Layout(major_to_minor=tuple(range(buffer.ndim))))
 
     def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, ...]:
         stage, chunk, layer = at
