@@ -18,7 +18,7 @@ from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.types import Batch
 from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 
-_MOVING = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter")
+_MOVING = ("collective-permute", "all-gather", "all-reduce", "reduce-scatter", "send")
 _FUSED_START = "async-collective-start"
 
 
@@ -77,14 +77,14 @@ def _moves(program: HloProgram, row: Instruction) -> tuple[str | None, bool]:
     whether it ends elsewhere.
 
     XLA for TPUs puts gathers into fusions, with steps of them in the loops that hide them, and
-    reductions whose parts do not fill tiles.
+    reductions whose parts do not fill tiles. It sends what goes to another slice of TPUs.
     """
     if row.calls.get("calls", "").startswith("all-reduce-scatter"):
         return "reduce-scatter", False
     if row.name.startswith(_FUSED_START):
         return next(one.opcode for one in fused(program, row) if one.opcode in _MOVING), True
     opcode = row.opcode.removesuffix("-start")
-    starts = row.opcode != opcode and '"is_sync":true' not in row.text
+    starts = (row.opcode != opcode or opcode == "send") and '"is_sync":true' not in row.text
     return (opcode if opcode in _MOVING else None), starts
 
 

@@ -1,18 +1,19 @@
 """What does XLA compile the training step to on TPUs? Needs no TPU, and runs nothing.
 
-GPT, width 1024, 2 layers per chunk, bfloat16 compute, on 8 chips of TPU v5e: 4 stages x 2 data
-shards, 16 microbatches of 2 rows. The scheduled program shows, for one tick:
+GPT, width 1024, 2 layers per chunk, bfloat16 compute, on 8 chips of TPU v5e, of one slice or of
+two: 4 stages x 2 data shards, 16 microbatches of 2 rows. The scheduled program shows, for one tick:
 
 - late messages and data axis: how many layer loops run between the start and the end of each
   transfer, 0 if it is synchronous; one "in a loop" leaves only in gated ticks;
 - other sets: how many sets of edges ticks choose from for other messages;
+- across slices: the loops that hide what goes over the data center's network;
 - copies: whole buffers copied or written anew;
 - memory: temporaries, with an update by plain SGD, against
   `jaxpipe.runtime.measure.memory.predicted_bytes`;
 - code: the size of the machine code, on which the seconds of CPU time depend.
 
-The edges have to be those of the tick table. The first row is the training step of one device, the
-same layers without a pipeline. Nothing here is a speed.
+In one slice the edges have to be those of the tick table. The first row is the training step of one
+device, the same layers without a pipeline. Nothing here is a speed.
 
     make tpu-compile
 """
@@ -63,7 +64,10 @@ from jaxpipe.runtime.measure.memory import (
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "tpu_compile.json"
-TOPOLOGY = "v5e:2x4"
+TOPOLOGIES = {
+    1: {"topology_name": "v5e:2x4"},
+    2: {"topology_name": "v5e:2x2", "num_slices": 2},
+}
 LAYERS_PER_CHUNK, ROWS, STAGES, DATA, MICROBATCHES = 2, 2, 4, 2, 16
 # No two of rows x sequence, width, hidden and qkv width are equal: shapes identify arrays.
 CONFIG = gpt.GPTConfig(
@@ -74,14 +78,16 @@ CONFIG = gpt.GPTConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compiled step: a schedule, a ZeRO level, and the layout of the weights."""
+    """One compiled step: a schedule, a ZeRO level, the layout of the weights, and slices."""
 
     schedule: str
     zero: int
     weights: str
+    slices: int = 1
 
     def __str__(self) -> str:
-        return f"{self.schedule}, ZeRO-{self.zero}, {self.weights}"
+        name = f"{self.schedule}, ZeRO-{self.zero}, {self.weights}"
+        return name if self.slices == 1 else f"{name}, {self.slices} slices"
 
 
 CASES = [
@@ -91,12 +97,12 @@ CASES = [
         ("breadth-first", "unrolled"),
     )
     for zero in (0, 3)
-]  # fmt: skip
+] + [Case(schedule, 0, "unrolled", slices=2) for schedule in ("1f1b", "zb-v")]  # fmt: skip
 
 
-def chips() -> list[jax.Device]:
-    """The chips of a TPU that need not exist."""
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
+def chips(slices: int) -> list[jax.Device]:
+    """The chips of TPUs that need not exist."""
+    return topologies.get_topology_desc(platform="tpu", **TOPOLOGIES[slices]).devices
 
 
 def pipeline(case: Case) -> jaxpipe.Pipeline:
@@ -108,7 +114,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         gpt.model(config, vocabulary_axis="stage"),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA, devices=chips()),
+        mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA, devices=chips(case.slices)),
         remat="dots",
         zero=case.zero,
         weights=case.weights,
@@ -136,7 +142,8 @@ def measure(case: Case, options: dict[str, Any]) -> dict:
         for one in moved
         if one.opcode != "collective-permute" or any(a != b for a, b in one.pairs)
     ]
-    check_edges([one for one in moved if one.opcode == "collective-permute"], pipe.table)
+    if case.slices == 1:
+        check_edges([one for one in moved if one.opcode == "collective-permute"], pipe.table)
     copies = whole_buffers(program, buffer_shapes(pipe, batch))
     return result | {
         "ticks": pipe.table.num_ticks,
@@ -151,7 +158,7 @@ def without_pipeline() -> dict:
     """Compiles the step of one chip for the layers of one stage."""
     tokens = MICROBATCHES, ROWS, CONFIG.sequence_length + 1
     result = _compiled(
-        "1 chip, no pipeline", lambda: plain_step(CONFIG, "dots", chips()[0], tokens, stacked=True)
+        "1 chip, no pipeline", lambda: plain_step(CONFIG, "dots", chips(1)[0], tokens, stacked=True)
     )
     return result | {"instructions": result.pop("text").count(" = ")}
 
@@ -193,9 +200,9 @@ def main() -> None:
 
 def _table(results: list[dict], options: dict[str, Any]) -> Table:
     table = Table(
-        *("case", "ticks", "late messages", "other sets", "data axis", "copies", "instructions"),
-        *("GB", "predicted", "MB of code", "CPU s"),
-        title=f"one tick of the compiled step on {TOPOLOGY}; XLA's options: {options}",
+        *("case", "ticks", "late messages", "other sets", "across slices", "data axis"),
+        *("copies", "instructions", "GB", "predicted", "MB of code", "CPU s"),
+        title=f"one tick of the compiled step on TPUs v5e; XLA's options: {options}",
     )
     for result in results:
         found = result.get("collectives", [])
@@ -204,6 +211,7 @@ def _table(results: list[dict], options: dict[str, Any]) -> Table:
             str(result.get("ticks", "")),
             transfers(found, ("collective-permute",)),
             str(len({(one["tick"], one["place"]) for one in found if ends_tick(one)})),
+            transfers(found, ("send",)),
             transfers(found, ("all-gather", "reduce-scatter")),
             str(len(result.get("whole_buffers", ()))),
             str(result["instructions"]),

@@ -184,8 +184,8 @@ class PipelineConfig(Section):
     weight_slots: Annotated[int | None, Range(1)] = None
     """Chunks of gathered weights (zero 3) and of gradient sums (zero 2 and 3) that a stage keeps at
     once. With 2 or more, chunks are gathered and reduced under the layers of other chunks, which
-    GPUs do at the same time, and less often; --dry-run shows how often. null is 2 on GPUs, for
-    update=step, and else 1, which takes the least memory."""
+    GPUs and TPUs do at the same time, and less often; --dry-run shows how often. null is 2 on them,
+    for update=step, and else 1, which takes the least memory."""
 
 
 class AsynchronousConfig(Section):

@@ -88,7 +88,7 @@ def weight_slots(config: Config, *, platform: str) -> int:
     """
     wanted = config.pipeline.weight_slots
     if wanted is None:
-        return 2 if platform == "gpu" and config.pipeline.update == "step" else 1
+        return 2 if platform != "cpu" and config.pipeline.update == "step" else 1
     return wanted
 
 

@@ -287,6 +287,7 @@ def test_weights_are_unrolled_on_gpus_where_it_pays():
 def test_gpus_move_chunks_under_layers_and_recompute_all_but_matmuls():
     for options, platform, slots, remat in (
         ({}, "gpu", 2, "dots"),
+        ({}, "tpu", 2, "none"),
         ({}, "cpu", 1, "none"),
         ({"update": "chunk"}, "gpu", 1, "dots"),
         ({"weight_slots": 1, "remat": "none"}, "gpu", 1, "none"),

@@ -107,10 +107,8 @@ class SharedBuffers:
         """Reads the values of the layer ``at`` (stage, chunk, layer), which is of this kind."""
         values = []
         for value in self._values[kind]:
-            start = self._index(value, slot, at)
-            row = lax.dynamic_slice(
-                self._in_order(buffers[value.buffer]), start, (1, *value.stored)
-            )
+            buffer, start = self._in_order(buffers[value.buffer]), self._index(value, slot, at)
+            row = lax.dynamic_slice(buffer, start, (1, *value.stored))
             values.append((to_devices(row) if self.on_host else row).reshape(value.shape))
         return values
 
