@@ -7,7 +7,8 @@ two: 4 stages x 2 data shards, 16 microbatches of 2 rows. The scheduled program 
   transfer, 0 if it is synchronous; one "in a loop" leaves only in gated ticks;
 - other sets: how many sets of edges ticks choose from for other messages;
 - across slices: the loops that hide what goes over the data center's network;
-- copies: whole buffers copied or written anew;
+- copies: whole buffers copied or written anew, and moves of small ones into the vector memory or
+  back;
 - memory: temporaries, with an update by plain SGD, against
   `jaxpipe.runtime.measure.memory.predicted_bytes`;
 - code: the size of the machine code, on which the seconds of CPU time depend.
@@ -144,11 +145,14 @@ def measure(case: Case, options: dict[str, Any]) -> dict:
     ]
     if case.slices == 1:
         check_edges([one for one in moved if one.opcode == "collective-permute"], pipe.table)
-    copies = whole_buffers(program, buffer_shapes(pipe, batch))
+    # A copy with a start and an end is one between two memories.
+    found = whole_buffers(program, buffer_shapes(pipe, batch))
+    copies = [row.text[:200] for row in found if row.opcode != "copy-start"]
     return result | {
         "ticks": pipe.table.num_ticks,
         "collectives": [dataclasses.asdict(found) for found in moved],
-        "whole_buffers": [row.text[:200] for row in copies],
+        "whole_buffers": copies,
+        "buffer_moves": len(found) - len(copies),
         "instructions": sum(map(len, program.computations.values())),
         "predicted_bytes": sum(predicted_bytes(pipe, batch).values()),
     }
@@ -213,7 +217,7 @@ def _table(results: list[dict], options: dict[str, Any]) -> Table:
             str(len({(one["tick"], one["place"]) for one in found if ends_tick(one)})),
             transfers(found, ("send",)),
             transfers(found, ("all-gather", "reduce-scatter")),
-            str(len(result.get("whole_buffers", ()))),
+            f"{len(result.get('whole_buffers', ()))} + {result.get('buffer_moves', 0)}",
             str(result["instructions"]),
             f"{result['compiled_bytes'] / 1e9:.2f}",
             f"{result.get('predicted_bytes', 0) / 1e9:.2f}",

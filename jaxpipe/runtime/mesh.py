@@ -183,9 +183,9 @@ def make_mesh(
     and model axes behind them where they are asked for.
 
     Devices along a model axis, which talk most, are next to each other, and then those along
-    "expert". On several hosts the data shards of a stage come next if they fit on one host with
-    them, so that stages, which only send messages, and replicas lie across hosts. Otherwise
-    consecutive devices form one pipeline.
+    "expert". On several hosts, or slices of TPUs, the data shards of a stage come next if they fit
+    on one with them, so that stages, which only send messages, and replicas lie across hosts.
+    Otherwise consecutive devices form one pipeline.
 
     Args:
       stage: number of pipeline stages.
