@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from mypy import api
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import jaxpipe
 from jaxpipe.cli import main
@@ -83,6 +85,25 @@ def test_the_extras_for_gpus_are_extras_of_jax():
     extras = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {re.match(r"jax\[(\w+)\]", *extras[name])[1] for name in ("gpu", "gpu-cuda13")}
     assert named == {"cuda12", "cuda13"} <= {*metadata("jax").get_all("Provides-Extra")}
+
+
+@pytest.mark.parametrize("python", ["3.11.0", "3.12.0", "3.13.0", "3.14.0"])
+def test_the_lock_has_a_version_of_every_requirement_that_fits(python):
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    resolved = extras.keys() - {"parity", "browser"}
+    texts = [*project["dependencies"], *(text for name in resolved for text in extras[name])]
+    lines = (TOP / "requirements.lock").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    here = {"python_full_version": python, "python_version": python.rpartition(".")[0]}
+    versions = {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate(here)
+    }
+    for requirement in map(Requirement, texts):
+        if requirement.name != "jaxpipe":
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier
 
 
 def test_the_command_prints_its_version(capsys):
