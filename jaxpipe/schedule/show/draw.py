@@ -22,6 +22,7 @@ from jaxpipe.schedule.show.looks import (
 from jaxpipe.schedule.show.svg import (
     DIGIT,
     GREY,
+    Picture,
     document,
     element,
     inside,
@@ -63,12 +64,12 @@ class _Band(NamedTuple):
         return start < self.first + self.span and end > self.first
 
 
-def figure(timeline: Timeline) -> str:
+def figure(timeline: Timeline) -> Picture:
     """Draws a timeline as SVG, and the activations in flight beneath it.
 
     Boxes are numbered by microbatch and coloured by kind; later chunks are darker. Lines are
     messages, from the end of the action to the moment they can be read. Long timelines continue in
-    further rows. The curves count microbatches of a full stage.
+    further rows. The curves count microbatches of a full stage. A notebook shows the picture.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
