@@ -96,8 +96,12 @@ def test_the_reference_names_all_that_is_public_and_only_what_exists():
     text = "".join(map(Path.read_text, pages))
     names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
+    shown = set(re.findall(r"^from (jaxpipe[\w.]*) import", _text("schedules.md"), re.MULTILINE))
     for name in names:
         assert pkgutil.resolve_name(name) is not None
+        module, _, last = name.rpartition(".")
+        public = module.count(".") <= 1 or module.endswith(f".{last}")  # the rest is internal
+        assert public or module in shown, name
     members = re.findall(r"^::: (\S+)\n +options:\n +members: \[(.+)\]$", text, re.MULTILINE)
     assert members
     for name, chosen in members:
