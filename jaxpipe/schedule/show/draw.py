@@ -46,6 +46,8 @@ _BOX, _MEMORY, _GAP, _MARGIN = 24.0, 80.0, 24.0, 60.0
 """Heights of a stage, of the curves of memory and of the gap below them; margins at the sides."""
 _SHORTEST = 18.0
 """Width of the shortest box, if there is room."""
+_ENTRY = 160.0
+"""Width of the longest entry of the legend."""
 
 
 class _Band(NamedTuple):
@@ -105,11 +107,12 @@ def figure(timeline: Timeline) -> Picture:
         label(_MARGIN + width / 2, top - 8, "time, in the unit of the costs", anchor="middle")
     )
     entries = [*_legend(timeline, exchanged if detailed else None)]
+    columns = min(4, int(width / _ENTRY))
     for k, (mark, meaning) in enumerate(entries):
-        x, y = _MARGIN + k % 4 * width / 4, top + 10 + 14 * (k // 4)
+        x, y = _MARGIN + k % columns * width / columns, top + 10 + 14 * (k // columns)
         drawn.append(inside(x, y - 5, 12, 10, [mark]))
         drawn.append(label(x + 16, y, meaning))
-    height = top + 16 + 14 * -(-len(entries) // 4)
+    height = top + 16 + 14 * -(-len(entries) // columns)
     return document(width + 2 * _MARGIN, height, drawn)
 
 
