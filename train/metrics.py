@@ -22,6 +22,7 @@ from jaxpipe.errors import printable
 from jaxpipe.files import write_whole
 from train import run_folder
 from train.config import Config
+from train.goodput import UNIX_TIME, Goodput
 from train.step import Setup
 
 _FLUSH_SECONDS = 10
@@ -144,14 +145,18 @@ def truncate(path: Path, *, last_step: int) -> None:
       path: metrics.jsonl; it may be missing.
       last_step: the step to continue from.
     """
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + b"\n")
-    write_whole(path, b"".join(kept))
+    if path.exists():
+        kept = [line for line, record in _records(path) if record["step"] <= last_step]
+        write_whole(path, b"".join(kept))
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields the records in metrics.jsonl, each with its line; none if there is no file."""
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line + b"\n", record
 
 
 class _Board:
@@ -197,11 +202,16 @@ class Metrics:
 
     Args:
       config: names the run folder, and the wandb project if any.
+      goodput: the clock of the run, which continues that of the records.
       last_step: the step to continue from; later records are removed.
+      ended: whether the run had done all its steps before.
       is_writer: whether this process writes.
     """
 
-    def __init__(self, config: Config, *, last_step: int, is_writer: bool) -> None:
+    def __init__(
+        self, config: Config, goodput: Goodput, *, last_step: int, ended: bool, is_writer: bool
+    ) -> None:
+        self.goodput = goodput
         self._open = contextlib.ExitStack()
         self._file: TextIO | None = None
         self._board: _Board | None = None
@@ -210,6 +220,7 @@ class Metrics:
             return
         folder = Path(config.run_dir)
         path = folder / run_folder.METRICS_FILE
+        goodput.resume([r for _, r in _records(path)], step=last_step, ended=ended)
         truncate(path, last_step=last_step)
         # Buffered by line, so that every step a killed run has printed is on disk.
         self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
@@ -244,7 +255,8 @@ class Metrics:
             return
         present = {name: value for name, value in values.items() if value is not None}
         curves = dict(_curves(present))
-        self._file.write(json.dumps({"step": step, **present}, allow_nan=False) + "\n")
+        record = {"step": step, UNIX_TIME: time.time(), **present}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._board.write(step, curves)
         if self._wandb is not None:
             self._wandb.log(curves, step=step)

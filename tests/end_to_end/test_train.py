@@ -169,6 +169,7 @@ def test_sigkill_between_steps_and_during_a_checkpoint_write(unbroken_toy, toy_t
     assert f"removed the lock of process {process.pid} on " in finished.out
     assert "waiting" not in finished.out
     assert f"resuming {run} at step {CHECKPOINT_EVERY}" in finished.out
+    assert re.search(r"\ngoodput \d+\.\d%: step .* restart .* lost ", finished.out)
     assert_same_run(run, unbroken_toy)
     assert [path.name for path in folder.iterdir() if not path.name.isdigit()] == []
     assert not (run / LOCK_FILE).exists()
