@@ -47,7 +47,10 @@ def test_every_second_has_one_cause(hand):
     assert sum(records[-1]["seconds"].values()) == hand.now - 1000.0 - 0.5
     assert records[-1]["seconds"] == {
         **dict.fromkeys(goodput.CAUSES, 0.0),
-        "start": 5.0, COMPILE: 7.0, STEP: 10.0, CHECKPOINT: 0.5,
+        "start": 5.0,
+        COMPILE: 7.0,
+        STEP: 10.0,
+        CHECKPOINT: 0.5,
     }
 
 
