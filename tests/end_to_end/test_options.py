@@ -2,8 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
-from command import NUM_STEPS, assert_same_run, back_to, saved
+from command import NUM_STEPS, assert_same_run, back_to, saved, weights
 
 pytestmark = pytest.mark.end_to_end
 
@@ -63,3 +64,33 @@ def test_a_run_that_keeps_much_on_the_host_is_the_same_run(toy_trainer, unbroken
     back_to(run, 9)
     assert "resuming" in toy_trainer.run("--run-dir", run, "--resume").out
     assert_same_run(run, unbroken_toy)
+
+
+def test_an_average_of_the_weights_is_evaluated_and_begun_with(toy_trainer, tmp_path):
+    """On another layout, and a run without an average has none."""
+    run, second = tmp_path / "run", tmp_path / "second"
+    decay = "--optimizer.ema-decay", 0.5
+    options = "--train.checkpoint-every", 1, "--train.keep", NUM_STEPS, "--train.steps", 4
+    toy_trainer.run("--run-dir", run, *decay, *options)
+    share = np.array([0.125, 0.25, 0.5, 1.0]) / 1.875
+    after = [
+        {n: x for n, x in weights(run, step) if n.startswith("['params']")} for step in range(1, 5)
+    ]
+    expected = {n: np.tensordot(share, [params[n] for params in after], axes=1) for n in after[0]}
+
+    still = "--train.steps", 1, "--optimizer.warmup-steps", 1, "--optimizer.peak-lr", 1e-30
+    layout = "--mesh.stage", 4, "--mesh.data", 1, "--pipeline.schedule", "gpipe"
+    began = "--init-from", f"{run}@ema"
+    finished = toy_trainer.run("--run-dir", second, *began, *still, *layout)
+    assert f"average of the weights of {run}, step 4\n" in finished.out
+    found = dict(weights(second, 1))
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-6, err_msg=name)
+
+    (record,) = map(json.loads, (second / "metrics.jsonl").read_text().splitlines())
+    finished = toy_trainer.run("--evaluate", *began)
+    assert f"held-out loss {record['eval_loss']:.4f}, largest_error" in finished.out
+    finished = toy_trainer.run("--evaluate", "--init-from", f"{second}@ema", status=2)
+    assert "The run keeps no average of its weights: its optimizer.ema_decay is 0." in finished.err
+    finished = toy_trainer.run("--run-dir", run, "--resume", "--train.steps", 5, status=2)
+    assert "optimizer.ema_decay=0.0 cannot continue the state of the checkpoint" in finished.err
