@@ -60,13 +60,14 @@ class DataMeta:
     Args:
       vocab_size: number of tokens the tokenizer knows; every token is below it.
       tokenizer_sha256: hex digest of ``tokenizer.json``.
-      documents_sha256: hex digest of the names and contents of all documents.
+      documents_sha256: hex digest of the names and contents of all documents, or any text.
       train: size of the text to train on.
       heldout: size of the text held out for evaluation.
-      settings: the options of ``train.prepare`` that determine the content.
-      end_of_text: the token after every document.
+      settings: the options of ``train.prepare`` that determine the content, or any object.
+      end_of_text: the token after every document, as ``tokenizer.json`` names it.
       token_ids: the tokens that begin (``bos``), end (``eos``) and fill up (``pad``) a text for a
-        tokenizer that existed before; None if ``end_of_text`` both begins and ends one.
+        tokenizer that existed before, each a token, a list of tokens, or None; None if
+        ``end_of_text`` both begins and ends one.
       conversations: whether only some tokens are predicted, as their roles say.
     """
 
