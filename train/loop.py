@@ -27,7 +27,7 @@ from train.errors import ConfigError, Failure, NonFiniteLossError, named_values
 from train.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
 from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
 from train.modes import Mode, Modes, layout_of
-from train.profile import Profile, check_processes, write_timeline
+from train.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
 from train.run_lock import RunLock
 from train.step import Setup
 from train.stop import StopRequest
@@ -351,14 +351,16 @@ class Trainer:
                     self._switch()
                     clock = Clock()
                 given = self._global(next(self.stream)), self.setup.rng(self.step)
+                measured: dict[str, Any] = {}
                 if self.step + 1 == config.timeline_at:
                     with self.goodput.on(COMPILE), announced(self.console, "the step's timeline"):
-                        write_timeline(self.setup, self.carried, *given)
+                        measured[STAGE_SECONDS] = write_timeline(self.setup, self.carried, *given)
+                    say(bar.console, slowest(self.setup, measured[STAGE_SECONDS]))
                     clock = Clock()
                 profile.before(self.step + 1, self.carried)
-                gauged = self.noise.before(self.step + 1, self.carried, *given)
+                measured |= self.noise.before(self.step + 1, self.carried, *given)
                 self.carried, values = self.compiled(self.carried, *given)
-                values |= gauged
+                values |= measured
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
@@ -490,6 +492,7 @@ class Trainer:
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
         self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
         self.watchdog.done(step)
+        numbers |= {STAGE_SECONDS: values.get(STAGE_SECONDS)}
         return numbers | self.noise.after(values)
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:

@@ -1,6 +1,7 @@
 """What a run can do besides: speed, profile, checkpoints by time, skipped steps, evaluation."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -28,6 +29,18 @@ def test_speed_a_profile_and_checkpoints_by_time(toy_trainer, tmp_path):
     assert ran[0] == ran[1] != []
     assert (run / "timeline.html").read_text().startswith("<!doctype html>")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "stage_seconds" in record] == [2]
+    seconds = np.zeros(2)
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == 1:
+            seconds[event["tid"]] += event["dur"] / 1e6
+    recorded = np.array(records[1]["stage_seconds"])
+    np.testing.assert_allclose(recorded, seconds, rtol=1e-3)
+    line = re.search(r"\nstage (\d) is the slowest: (\S+) ms .* layers, (\S+) times", finished.out)
+    assert line, finished.out
+    found = int(line[1]), float(line[2]), float(line[3])
+    expected = recorded.argmax(), 1e3 * recorded.max(), recorded.max() / recorded.mean()
+    assert found == pytest.approx(expected, abs=0.01)
     speeds = [record["speed"] for record in records if "speed" in record]
     assert len(speeds) == 7
     for speed in speeds:
