@@ -41,9 +41,9 @@ from train.prepare import conversations, folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
 _VOCAB_SIZE = 2048
-_FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, *ROLE_FILES.values(), TOKENIZER_FILE, META_FILE})
-_BESIDE = frozenset([*map(record_of, (TRAIN_FILE, HELDOUT_FILE)), *tokenizer_files.FILES])
-"""Files that a run, or an existing tokenizer, keeps beside them."""
+_FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
+_BESIDE = frozenset([*map(record_of, ROLE_FILES), *ROLE_FILES.values(), *tokenizer_files.FILES])
+"""Files that a run, conversations, or an existing tokenizer keep beside them."""
 # Installed packages, tests, and programs that some distributions leave out.
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
