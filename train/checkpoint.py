@@ -113,8 +113,8 @@ def restore_weights(
     if not decay:
         raise ValueError("The run keeps no average of its weights: its optimizer.ema_decay is 0.")
     average = {"count": np.zeros((), np.int32), "ema": shapes["params"]}
-    others = {name: shapes[name] for name in shapes.keys() - {"params"}}
-    arrays = checkpoints.restore_parts(step, others | {"optimizer": {AVERAGE: average}})
+    states = {name: shapes[name] for name in shapes.keys() - {"params"}}
+    arrays = checkpoints.restore_parts(step, states | {"optimizer": {AVERAGE: average}})
     average = arrays.pop("optimizer")[AVERAGE]
     share = 1 - decay ** int(average["count"])
     return arrays | {"params": jax.tree.map(lambda leaf: leaf / share, average["ema"])}

@@ -72,7 +72,8 @@ class Goodput:
         if not timed:  # of a version without a clock
             return
         kept = [record[SECONDS][STEP] for record in timed if record["step"] <= step]
-        last, end = timed[-1], records[-1][UNIX_TIME]
+        last = timed[-1]
+        end = records[-1].get(UNIX_TIME, last[UNIX_TIME])
         for cause, seconds in last[SECONDS].items():
             self._seconds[cause] += seconds
         # Steps after the last printed line are in no clock.

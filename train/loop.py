@@ -219,10 +219,11 @@ def _run(
     describe = checkpoint.describe(config, data_sha256=digest)
     trainer = None
     try:
-        written = Metrics(
-            config, goodput, last_step=begin.step, ended=begin.ended, is_writer=is_writer
-        )
-        with checkpoints, written as metrics:
+        last, ended = begin.step, begin.ended
+        with (
+            checkpoints,
+            Metrics(config, goodput, last_step=last, ended=ended, is_writer=is_writer) as metrics,
+        ):
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
             with watchdog.explained():
                 trainer.begin(begin)
@@ -351,15 +352,13 @@ class Trainer:
                     self._switch()
                     clock = Clock()
                 given = self._global(next(self.stream)), self.setup.rng(self.step)
-                measured: dict[str, Any] = {}
-                if self.step + 1 == config.timeline_at:
-                    with self.goodput.on(COMPILE), announced(self.console, "the step's timeline"):
-                        measured[STAGE_SECONDS] = write_timeline(self.setup, self.carried, *given)
-                    say(bar.console, slowest(self.setup, measured[STAGE_SECONDS]))
+                measured = self._stages(*given)
+                if measured:
                     clock = Clock()
                 profile.before(self.step + 1, self.carried)
                 measured |= self.noise.before(self.step + 1, self.carried, *given)
-                self.carried, values = self.compiled(self.carried, *given)
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                    self.carried, values = self.compiled(self.carried, *given)
                 values |= measured
                 self.step += 1
                 clock.steps += 1
@@ -402,6 +401,15 @@ class Trainer:
                     )
                     return False
         return True
+
+    def _stages(self, batch: Any, rng: jax.Array | None) -> dict[str, Any]:
+        """Measures the time of each stage before the step that the configuration names."""
+        if self.step + 1 != self.config.train.timeline_at:
+            return {}
+        with self.goodput.on(COMPILE), announced(self.console, "the step's timeline"):
+            seconds = write_timeline(self.setup, self.carried, batch, rng)
+        say(self.console, slowest(self.setup, seconds))
+        return {STAGE_SECONDS: seconds}
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""

@@ -20,7 +20,9 @@ def test_speed_a_profile_and_checkpoints_by_time(toy_trainer, tmp_path):
     )
     finished = toy_trainer.run("--run-dir", run, *options)
     assert saved(run) == [1, 2, 4, 5, 6, 8, NUM_STEPS]  # every printed line
-    assert list((run / "profile").rglob("*.xplane.pb"))
+    (profile,) = (run / "profile").rglob("*.xplane.pb")
+    for name in (b"tick_forward/while/body/F/", b"tick_backward/while/body/B/"):
+        assert name in profile.read_bytes()
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
     ran = [
         sorted((e["tid"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == process)

@@ -141,15 +141,15 @@ def template(folder: Path) -> str:
     """
     if (path := folder / FILES[3]).is_file():
         return path.read_text(encoding="utf-8")
-    found = _json(folder / FILES[1]).get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = {named.get("name"): named.get("template") for named in found}.get("default")
-    if not isinstance(found, str):
+    source = _json(folder / FILES[1]).get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {named.get("name"): named.get("template") for named in source}.get("default")
+    if not isinstance(source, str):
         raise ValueError(
             f"--tokenizer={folder} holds no chat template: neither {FILES[3]}, nor a chat_template "
             f"in {FILES[1]}."
         )
-    return found
+    return source
 
 
 def _config_ids(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,8 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     with folders.progress_bar(console) as progress:
         files, known = _tokenizer(options, [d.text for d in train], progress)
         sides = {
-            name: _encode(options, known, documents, progress, label=f"encode {label}")
-            for name, documents, label in (
-                (TRAIN_FILE, train, "train"),
-                (HELDOUT_FILE, heldout, "held-out"),
-            )
+            TRAIN_FILE: _encode(options, known, train, progress, label="encode train"),
+            HELDOUT_FILE: _encode(options, known, heldout, progress, label="encode held-out"),
         }
     meta = DataMeta(
         vocab_size=max(known.tokenizer.get_vocab().values()) + 1,
@@ -159,14 +156,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         token_ids=known.token_ids,
         conversations=options.conversations is not None,
     )
-    with folders.appearing(options.out) as folder:
-        for name, content in files.items():
-            folders.write_bytes(folder / name, content)
-        for name, (tokens, roles) in sides.items():
-            write_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
-            if roles is not None:
-                write_tokens(folder / ROLE_FILES[name], roles, vocab_size=BEGIN + 1)
-        folders.write_meta(folder, KIND, meta)
+    _write(options.out, files, sides, meta)
     is_full = options.tokenizer is not None or meta.vocab_size == options.learned_size
     fewer = "" if is_full else " (too little text for more)"
     folders.say(
@@ -189,6 +179,22 @@ def _tokenizer(
     end = learned.token_to_id(END_OF_TEXT)
     known = Known(learned, END_OF_TEXT, {"bos": end, "eos": end, "pad": None})
     return {TOKENIZER_FILE: learned.to_str().encode()}, known
+
+
+def _write(
+    out: Path,
+    files: Mapping[str, bytes],
+    sides: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
+    meta: DataMeta,
+) -> None:
+    with folders.appearing(out) as folder:
+        for name, content in files.items():
+            folders.write_bytes(folder / name, content)
+        for name, (tokens, roles) in sides.items():
+            write_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
+            if roles is not None:
+                write_tokens(folder / ROLE_FILES[name], roles, vocab_size=BEGIN + 1)
+        folders.write_meta(folder, KIND, meta)
 
 
 def _encode(
