@@ -20,7 +20,7 @@ from jaxpipe.schedule.lowering.transfers import dividing_shares
 MASTER_BYTES = 4
 """Bytes of an element of a gradient sum or of the optimizer's state: float32."""
 UNROLLED_LAYERS = 16
-"""Layers per stage up to which one array per layer is worth compiling (docs/benchmarks.md)."""
+"""Layers per stage up to which one array per layer is worth compiling (studies/h100.md)."""
 MOST_ROWS = 64
 """Most rows of a microbatch on one data shard."""
 MOST_STAGES = 64
