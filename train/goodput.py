@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 CAUSES = "step", "start", "compile", "evaluation", "checkpoint", "restart", "lost"
@@ -60,7 +60,7 @@ class Goodput:
         finally:
             self.enter(before)
 
-    def resume(self, records: Sequence[Mapping[str, Any]], *, step: int, ended: bool) -> None:
+    def resume(self, records: Iterable[Mapping[str, Any]], *, step: int, ended: bool) -> None:
         """Adds the time of the processes before this one.
 
         Args:
@@ -68,17 +68,19 @@ class Goodput:
           step: the step to continue from.
           ended: whether the run had done all its steps; the time since is then none of its own.
         """
-        timed = [record for record in records if SECONDS in record]
-        if not timed:  # of a version without a clock
+        last, end, kept = None, 0.0, 0.0
+        for record in records:
+            end = record.get(UNIX_TIME, end)
+            if SECONDS in record:
+                last = record
+                kept = record[SECONDS][STEP] if record["step"] <= step else kept
+        if last is None:  # the records are of a version without a clock
             return
-        kept = [record[SECONDS][STEP] for record in timed if record["step"] <= step]
-        last = timed[-1]
-        end = records[-1].get(UNIX_TIME, last[UNIX_TIME])
         for cause, seconds in last[SECONDS].items():
             self._seconds[cause] += seconds
         # Steps after the last printed line are in no clock.
         self._seconds[STEP] += end - last[UNIX_TIME]
-        lost = self._seconds[STEP] - (kept[-1] if kept else 0.0)
+        lost = self._seconds[STEP] - kept
         self._seconds[STEP] -= lost
         self._seconds[LOST] += lost
         self._seconds[RESTART] += 0.0 if ended else max(self._began - end, 0.0)

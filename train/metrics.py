@@ -253,7 +253,8 @@ class Metrics:
             return
         folder = Path(config.run_dir)
         path = folder / run_folder.METRICS_FILE
-        goodput.resume([r for _, r in _records(path)], step=last_step, ended=ended)
+        records = (record for _, record in _records(path))
+        goodput.resume(records, step=last_step, ended=ended)
         truncate(path, last_step=last_step)
         # Buffered by line, so that every step a killed run has printed is on disk.
         self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
