@@ -259,6 +259,10 @@ class OptimizerConfig(Section):
     skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
     skip_above: NonNegative = 0.0
     """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
+    ema_decay: Beta = 0.0
+    """Decay of an exponential moving average of the weights, a part of the optimizer's state that
+    takes 4 bytes per parameter. init_from, --evaluate and train.export read it as FOLDER@ema. 0 is
+    off."""
     offload: bool = False
     """Keep the optimizer's state in the host's memory, and fetch it for the update of every step.
     """
@@ -340,8 +344,8 @@ class Config(Section):
     """Task to train: the name of a file in train/tasks, or module:Class of your own."""
     init_from: str | None = None
     """The weights to begin with: a Hugging Face folder; or the folder of a run, whose latest
-    checkpoint is meant, or FOLDER@best or FOLDER@STEP. They decide the model's fields that are not
-    given. None draws the weights."""
+    checkpoint is meant, or FOLDER@best or FOLDER@STEP; with @ema behind, the moving average of its
+    weights. They decide the model's fields that are not given. None draws the weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True

@@ -33,7 +33,8 @@ class Options:
     """Writes the model of a run as a folder that the transformers library loads."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """The run's folder, whose latest checkpoint is meant; or FOLDER@best, or FOLDER@STEP."""
+    """The run's folder, whose latest checkpoint is meant; or FOLDER@best, or FOLDER@STEP.
+    FOLDER@ema, FOLDER@best@ema and FOLDER@STEP@ema are the moving average of its weights."""
     out: Path
     """Folder to write; a model in it is replaced."""
     data_path: Path | None = None
@@ -79,14 +80,13 @@ def export(options: Options) -> str:
             "prepared folder of the run with --data-path."
         )
     ids = TokenIds() if tokenizer is None else TokenIds(**tokenizer.token_ids)
-    arrays = checkpoints.restore_parts(step, _shapes(task))
+    shapes = _shapes(task)
+    arrays = checkpoint.restore_weights(checkpoints, step, shapes, averaged=source.averaged)
     params, layers = arrays["params"], arrays.get("layers")
     hugging_face.save(options.out, task.shape, params, layers, token_ids=ids)
     if tokenizer is not None:
         _write(options.out, tokenizer)
-    parts = "weights and configuration"
-    if tokenizer is not None:
-        parts = "weights, configuration, tokenizer"
+    parts = f"{source.what}, configuration{', tokenizer' if tokenizer is not None else ''}"
     return f"{options.out}: {parts} of {source.folder}, step {step}"
 
 

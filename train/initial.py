@@ -27,7 +27,7 @@ from train.step import Setup, TrainState
 
 PyTree = Any
 
-LATEST, BEST = "latest", "best"
+LATEST, BEST, EMA = "latest", "best", "ema"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +37,20 @@ class Source:
     Args:
       folder: a Hugging Face folder or that of a run.
       which: one of the run's checkpoints: `LATEST`, `BEST`, or a step.
+      averaged: whether the moving average of its weights is meant.
     """
 
     folder: Path
     which: str = LATEST
+    averaged: bool = False
 
     @property
     def is_run(self) -> bool:
         return (self.folder / run_folder.CHECKPOINTS).is_dir()
+
+    @property
+    def what(self) -> str:
+        return "average of the weights" if self.averaged else "weights"
 
     def find(self, checkpoints: Checkpoints) -> int:
         """Returns the step that is meant; every process must ask.
@@ -65,13 +71,15 @@ class Source:
 
 
 def parse(text: str) -> Source:
-    """Reads ``FOLDER``, ``FOLDER@latest``, ``FOLDER@best`` or ``FOLDER@STEP``.
+    """Reads ``FOLDER``, ``FOLDER@latest``, ``FOLDER@best`` or ``FOLDER@STEP``; ``@ema`` may follow.
 
     Example:
       >>> parse("runs/gpt@300")
-      Source(folder=PosixPath('runs/gpt'), which='300')
+      Source(folder=PosixPath('runs/gpt'), which='300', averaged=False)
     """
     folder, _, which = text.rpartition("@")
+    if folder and which == EMA and not Path(text).exists():
+        return dataclasses.replace(parse(folder), averaged=True)
     is_named = which in (LATEST, BEST) or (which.isascii() and which.isdecimal())
     if folder and is_named and not Path(text).exists():
         return Source(Path(folder), which)
@@ -90,6 +98,8 @@ def described(source: Source) -> tuple[str, dict[str, Any]]:
         return config.task, config.model.model_dump()
     if not source.folder.is_dir():
         raise ValueError("there is no such folder.")
+    if source != Source(source.folder):
+        raise ValueError(f"{source.folder} is no run: it has no checkpoints to choose from.")
     shape = hugging_face.Folder(source.folder).config
     named = {name: tasks.find(name) for name in tasks.names()}
     (name,) = (name for name, task in named.items() if type(task.default) is type(shape))
@@ -228,11 +238,11 @@ def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, P
         failures.append(_tokenizer_failure(config, then.data.path))
     if failures:
         raise ConfigError(failures)
-    say(console, f"weights of {source.folder}, step {step}")
+    say(console, f"{source.what} of {source.folder}, step {step}")
     shapes = setup.canonical_shapes
     wanted = {"params": shapes.params} | (
         {} if shapes.layers is None else {"layers": shapes.layers}
     )
-    arrays = checkpoints.restore_parts(step, wanted)
+    arrays = checkpoint.restore_weights(checkpoints, step, wanted, averaged=source.averaged)
     place = jax.jit(setup.pipe.place, out_shardings=setup.state_shardings.params)
     return place(arrays["params"]), arrays.get("layers")

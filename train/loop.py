@@ -24,9 +24,10 @@ from train.config import Config
 from train.configured import Choice
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError, named_values
+from train.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
 from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
 from train.modes import Mode, Modes, layout_of
-from train.profile import Profile, check_processes, write_timeline
+from train.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
 from train.run_lock import RunLock
 from train.step import Setup
 from train.stop import StopRequest
@@ -69,11 +70,13 @@ class Start:
       step: optimizer steps already done.
       changes: settings that differ from the checkpoint's.
       in_flight: whether the checkpoint holds a pipeline that was not drained.
+      ended: whether the run had done all its steps.
     """
 
     step: int = 0
     changes: tuple[str, ...] = ()
     in_flight: bool = False
+    ended: bool = False
 
 
 def find_start(
@@ -95,7 +98,8 @@ def find_start(
         if layout is not None:
             now = layout_of(setup)
             failures += checkpoint.other_layout(layout, now, step=step)
-        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+        ended = step == saved["config"]["train"]["steps"]
+        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None, ended)
     elif resume:
         failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
         failures += run_folder.lost_checkpoints(Path(config.run_dir)) if not failures else []
@@ -161,12 +165,13 @@ def headline(setup: Setup) -> str:
     )
 
 
-def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
+def run(config: Config, watchdog: Watchdog, goodput: Goodput, *, resume: bool) -> float | None:
     """Trains as configured, or continues a run.
 
     Args:
       config: a checked configuration; jax already has the devices.
       watchdog: watches the other processes.
+      goodput: the clock of this process, since its start.
       resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
@@ -182,12 +187,14 @@ def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
     lock = RunLock(Path(config.run_dir), say=lambda text: say(console, text))
     try:
         distributed.from_first(lambda: take_folder(lock, config, resume=resume))
-        return _run(config, console, watchdog, resume=resume)
+        return _run(config, console, watchdog, goodput, resume=resume)
     finally:
         lock.release()
 
 
-def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) -> float | None:
+def _run(
+    config: Config, console: Console, watchdog: Watchdog, goodput: Goodput, *, resume: bool
+) -> float | None:
     is_writer = jax.process_index() == 0
     folder = Path(config.run_dir)
     recorded = None
@@ -212,11 +219,17 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
     describe = checkpoint.describe(config, data_sha256=digest)
     trainer = None
     try:
-        with checkpoints, Metrics(config, last_step=begin.step, is_writer=is_writer) as metrics:
+        last, ended = begin.step, begin.ended
+        with (
+            checkpoints,
+            Metrics(config, goodput, last_step=last, ended=ended, is_writer=is_writer) as metrics,
+        ):
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
             with watchdog.explained():
                 trainer.begin(begin)
-                score = trainer.finish() if trainer.train() else None
+                is_done = trainer.train()
+                say(console, str(goodput))
+                score = trainer.finish() if is_done else None
     except NonFiniteLossError as error:
         if is_writer:
             run_folder.note_failure(folder, error, describe["config"])
@@ -239,7 +252,7 @@ class Trainer:
       setup: what to run.
       modes: the modes of the run.
       checkpoints: where to save.
-      metrics: where numbers are written.
+      metrics: where numbers are written, with the clock of the run.
       console: where lines are printed; quiet on all processes but the first.
       describe: the description of the run in its checkpoints.
       watchdog: watches the other processes.
@@ -260,6 +273,7 @@ class Trainer:
         watchdog.stages = stages_by_process(setup.mesh)
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
+        self.goodput = metrics.goodput
         self.console, self.describe = console, describe
         self.files = run_folder.WrittenFiles(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
@@ -287,7 +301,8 @@ class Trainer:
             self._enter(lambda mode: mode.begin(initial.state(self.setup, self.console), 0))
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
-        saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
+        with self.goodput.on(CHECKPOINT):
+            saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
         with checkpoint.readable(start.step):
             stream.continue_at(self.stream, position)
         carried = kept.from_saved(saved, start.step)
@@ -299,7 +314,7 @@ class Trainer:
     def _enter(self, begin: Callable[[Mode], Any]) -> None:
         """Continues in the mode that follows this step."""
         self.watchdog.at("compiling")
-        with announced(self.console, "the training step"):
+        with self.goodput.on(COMPILE), announced(self.console, "the training step"):
             self.mode = self.modes.after(self.step)
             self.compiled = self.mode.compile()
             self.noise.compile()
@@ -324,6 +339,7 @@ class Trainer:
     def train(self) -> bool:
         """Runs the remaining steps; returns False if it was asked to stop before the last."""
         config, last = self.config.train, self.config.train.steps
+        self.goodput.enter(STEP)
         unread: tuple[int, Any] | None = None
         clock = Clock()
         with self._bar() as bar, Profile(self.config) as profile:
@@ -336,14 +352,14 @@ class Trainer:
                     self._switch()
                     clock = Clock()
                 given = self._global(next(self.stream)), self.setup.rng(self.step)
-                if self.step + 1 == config.timeline_at:
-                    with announced(self.console, "the step's timeline"):
-                        write_timeline(self.setup, self.carried, *given)
+                measured = self._stages(*given)
+                if measured:
                     clock = Clock()
                 profile.before(self.step + 1, self.carried)
-                gauged = self.noise.before(self.step + 1, self.carried, *given)
-                self.carried, values = self.compiled(self.carried, *given)
-                values |= gauged
+                measured |= self.noise.before(self.step + 1, self.carried, *given)
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                    self.carried, values = self.compiled(self.carried, *given)
+                values |= measured
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
@@ -367,7 +383,8 @@ class Trainer:
                 if self.step == last:
                     numbers |= self._end()
                 self.evaluated = self._heldout(config.eval_batches) if evaluates else {}
-                entries = numbers | self.evaluated | {"speed": speed.recorded()}
+                times = {"goodput": self.goodput.share, SECONDS: self.goodput.seconds()}
+                entries = numbers | self.evaluated | {"speed": speed.recorded()} | times
                 self._write(self.step, entries)
                 self.check_folder()
                 self.checkpoints.check()
@@ -384,6 +401,15 @@ class Trainer:
                     )
                     return False
         return True
+
+    def _stages(self, batch: Any, rng: jax.Array | None) -> dict[str, Any]:
+        """Measures the time of each stage before the step that the configuration names."""
+        if self.step + 1 != self.config.train.timeline_at:
+            return {}
+        with self.goodput.on(COMPILE), announced(self.console, "the step's timeline"):
+            seconds = write_timeline(self.setup, self.carried, batch, rng)
+        say(self.console, slowest(self.setup, seconds))
+        return {STAGE_SECONDS: seconds}
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""
@@ -413,14 +439,15 @@ class Trainer:
         evaluated = self.evaluated or self._heldout(num_batches)
         self.watchdog.at(f"saving step {self.step}")
         is_whole = bool(self.evaluated) or num_batches == self.config.train.eval_batches
-        checkpoint.save(
-            self.checkpoints,
-            self.step,
-            self.mode.to_saved(self.carried),
-            data=self.stream.get_state(),
-            run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
-            eval_loss=evaluated["eval_loss"] if is_whole else None,
-        )
+        with self.goodput.on(CHECKPOINT):
+            checkpoint.save(
+                self.checkpoints,
+                self.step,
+                self.mode.to_saved(self.carried),
+                data=self.stream.get_state(),
+                run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
+                eval_loss=evaluated["eval_loss"] if is_whole else None,
+            )
         self.saved_at = time.monotonic()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
             run_folder.note_saved(Path(self.config.run_dir), max(whole))
@@ -445,8 +472,11 @@ class Trainer:
     def _heldout(self, num_batches: int) -> dict[str, Any]:
         """Evaluates held-out batches; returns their means of loss and metrics, as recorded."""
         self.watchdog.at(f"evaluating step {self.step}")
-        state, _ = self.mode.settle(self.carried)
-        means = evaluation.means(self.setup, state, self.heldout, num_batches)
+        with self.goodput.on(COMPILE):
+            _ = self.setup.evaluate  # the first time
+        with self.goodput.on(EVALUATION):
+            state, _ = self.mode.settle(self.carried)
+            means = evaluation.means(self.setup, state, self.heldout, num_batches)
         self._check_finite(self.step, {"held-out loss": float(means["loss"])})
         return {f"eval_{name}": recorded(value) for name, value in means.items()}
 
@@ -470,6 +500,7 @@ class Trainer:
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
         self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
         self.watchdog.done(step)
+        numbers |= {STAGE_SECONDS: values.get(STAGE_SECONDS)}
         return numbers | self.noise.after(values)
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:

@@ -27,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 CHOICE_FILE = "schedule.json"
 PROGRESS_FILE = "progress.json"
+GAUGES_FILE = "metrics.prom"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
@@ -34,7 +35,7 @@ TIMELINE_PAGE, TIMELINE_TRACE = "timeline.html", "timeline.json"
 _PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
 FILES = (
     *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),
-    *(*_PICTURES, TENSORBOARD),
+    *(*_PICTURES, TENSORBOARD, GAUGES_FILE),
 )
 """Files that every run leaves; a task's report may add one."""
 _HARMLESS = (
