@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 
 import chex
@@ -78,10 +79,17 @@ def test_outputs_are_whole_sequences_in_order():
     chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("axis", ["context", "tensor"])
-def test_four_devices_keep_a_quarter_each(axis, remat):
+@pytest.mark.parametrize(
+    ("axis", "kv_heads", "remat"),
+    [
+        *itertools.product(["context"], [2], ["none", "dots", "full"]),
+        *itertools.product(["context"], [8], ["dots", "full"]),
+        *itertools.product(["tensor"], [8], ["none", "dots", "full"]),
+    ],
+)
+def test_four_devices_keep_a_quarter_each(axis, kv_heads, remat):
     wide = {"width": 64, "num_heads": 8, "mlp_width": 256, "sequence_length": 64}
+    wide["num_kv_heads"] = kv_heads
     config, batch, found = gpt.GPTConfig(**SHAPE | wide), tokens(8, 64), []
     for devices in (1, 4):
         pipe = pipeline(config, "zb-h1", remat=remat, **{axis: devices})
@@ -96,9 +104,14 @@ def test_four_devices_keep_a_quarter_each(axis, remat):
     assert part["crossing"] <= (0.29 if axis == "tensor" else 0.26) * whole["crossing"]
     if axis == "context":
         split = traced.layers(pipe, batch)[0].kinds[0].split
-        again = 0 if remat == "none" else 2  # B then repeats F, or gathers what F kept first
-        assert collectives(split.traced.forward.jaxpr.eqns) == {"all_gather": 2}
-        assert collectives(split.b) == +collections.Counter(all_gather=again, reduce_scatter=2)
+        forward, b = collectives(split.traced.forward.jaxpr.eqns), collectives(split.b)
+        if kv_heads == 8:  # as many heads as can be exchanged
+            assert forward == {"all_to_all": 4}
+            assert b == {"all_to_all": 8 if remat == "full" else 4}  # B then repeats F
+        else:
+            again = 0 if remat == "none" else 2  # likewise, or gathers what F kept first
+            assert forward == {"all_gather": 2}
+            assert b == +collections.Counter(all_gather=again, reduce_scatter=2)
         assert not collectives([*split.again, *split.w])
 
 
