@@ -65,7 +65,7 @@ def export(options: Options) -> str:
     source = initial.parse(options.run)
     if not source.is_run:
         raise ValueError(f"{source.folder} is no run: it holds no {run_folder.CHECKPOINTS}.")
-    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+    checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
     checkpoint.require_drained(saved, step)

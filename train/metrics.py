@@ -208,7 +208,7 @@ class Metrics:
         self._wandb: Any = None
         if not is_writer:
             return
-        folder = Path(config.run_dir)
+        folder = config.folder
         path = folder / run_folder.METRICS_FILE
         truncate(path, last_step=last_step)
         # Buffered by line, so that every step a killed run has printed is on disk.
@@ -219,7 +219,7 @@ class Metrics:
             wandb = importlib.import_module("wandb")
             self._wandb = wandb.init(
                 project=config.wandb.project,
-                dir=config.run_dir,
+                dir=str(folder),
                 config=config.model_dump(),
                 id=folder.resolve().name,
                 resume="allow",

@@ -215,7 +215,7 @@ class GPT(Task):
             state=states,
         )
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
-        path = Path(self.config.run_dir) / self.report_file
+        path = self.config.folder / self.report_file
         path.write_text(written + "\n", encoding="utf-8")
         return f"sample ({path}):\n{written}", None
 
