@@ -64,7 +64,7 @@ def export(options: Options) -> str:
     """
     source = initial.parse(options.run)
     if not source.is_run:
-        raise ValueError(f"{source.folder} is no run: it holds no {run_folder.CHECKPOINTS}.")
+        raise ValueError(f"{source.name} is no run: it holds no {run_folder.CHECKPOINTS}.")
     checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
@@ -75,7 +75,7 @@ def export(options: Options) -> str:
     tokenizer = task.exported_tokenizer(folder)
     if tokenizer is not None and tokenizer.sha256 != saved["data_sha256"]:
         raise ValueError(
-            f"{folder} has another tokenizer than {source.folder} was trained with. Name the "
+            f"{folder} has another tokenizer than {source.name} was trained with. Name the "
             "prepared folder of the run with --data-path."
         )
     ids = TokenIds() if tokenizer is None else TokenIds(**tokenizer.token_ids)
@@ -87,7 +87,7 @@ def export(options: Options) -> str:
     parts = "weights and configuration"
     if tokenizer is not None:
         parts = "weights, configuration, tokenizer"
-    return f"{options.out}: {parts} of {source.folder}, step {step}"
+    return f"{options.out}: {parts} of {source.name}, step {step}"
 
 
 def _shapes(task: Any) -> dict[str, PyTree]:

@@ -16,7 +16,6 @@ import jax
 from rich.console import Console
 
 from jaxpipe import Checkpoints, load_params
-from jaxpipe.checkpoint import Fetch
 from models import hugging_face
 from train import checkpoint, mirror, run_folder, tasks
 from train.command_line import load_yaml
@@ -39,12 +38,17 @@ class Source:
     Args:
       folder: a Hugging Face folder or that of a run.
       which: one of the run's checkpoints: `LATEST`, `BEST`, or a step.
-      fetch: completes a checkpoint of a run in an object store, of which the folder is a copy.
+      copy: what the folder is of a run in an object store; None for any other.
     """
 
     folder: Path
     which: str = LATEST
-    fetch: Fetch | None = dataclasses.field(default=None, repr=False)
+    copy: mirror.Copy | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The folder or the URL that was given."""
+        return str(self.folder) if self.copy is None else self.copy.store.url
 
     @property
     def is_run(self) -> bool:
@@ -53,7 +57,8 @@ class Source:
     def checkpoints(self) -> Checkpoints:
         """Opens the run's checkpoints to read them."""
         folder = self.folder / run_folder.CHECKPOINTS
-        return checkpoint.checkpoints_in(folder, read_only=True, fetch=self.fetch)
+        fetch = None if self.copy is None else self.copy.fetch
+        return checkpoint.checkpoints_in(folder, read_only=True, fetch=fetch)
 
     def find(self, checkpoints: Checkpoints) -> int:
         """Returns the step that is meant; every process must ask.
@@ -69,10 +74,10 @@ class Source:
         else:
             step, why = int(self.which), ""
         if step is None:
-            raise ValueError(f"{self.folder} has no {self.which} checkpoint: {why}.")
+            raise ValueError(f"{self.name} has no {self.which} checkpoint: {why}.")
         step = checkpoints.whole(step)
-        if self.fetch is not None:  # which only process 0 has called, for a copy of its own
-            self.fetch(step)
+        if self.copy is not None:  # process 0 has completed its own; each process has one
+            self.copy.fetch(step)
         return step
 
 
@@ -93,7 +98,7 @@ def parse(text: str) -> Source:
     if not is_url(folder):
         return Source(Path(folder), which)
     copy = mirror.read_only(folder)
-    return Source(copy.folder, which, copy.fetch)
+    return Source(copy.folder, which, copy)
 
 
 def described(source: Source) -> tuple[str, dict[str, Any]]:
@@ -242,7 +247,7 @@ def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, P
         failures.append(_tokenizer_failure(config, then.data.path))
     if failures:
         raise ConfigError(failures)
-    say(console, f"weights of {source.folder}, step {step}")
+    say(console, f"weights of {source.name}, step {step}")
     shapes = setup.canonical_shapes
     wanted = {"params": shapes.params} | (
         {} if shapes.layers is None else {"layers": shapes.layers}

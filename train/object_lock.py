@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from train.errors import ConfigError
-from train.object_store import ObjectStore, Stored
+from train.object_store import ObjectStore, Stored, StoreError
 from train.run_lock import (
     HEARTBEAT_SECONDS,
     LOCK_FILE,
@@ -61,7 +61,7 @@ class ObjectLock:
 
         Raises:
           ConfigError: another run holds it.
-          OSError: the store cannot be reached, or refuses.
+          StoreError: the store cannot be reached, or refuses.
         """
         seen = self.store.read(LOCK_FILE)
         if seen.content is not None and not _is_free(seen):
@@ -77,7 +77,7 @@ class ObjectLock:
             self._released.set()
             self._thread.join()
             # A lock that cannot be released is silent once this process has ended.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(StoreError):
                 self.store.replace(LOCK_FILE, b"{}\n", version=self._version)
             self._version = None
 
@@ -113,14 +113,14 @@ class ObjectLock:
 
     def _beat(self) -> None:
         while not self._released.wait(self._heartbeat_seconds):
-            with contextlib.suppress(OSError):  # the store may be out of reach for a while
+            with contextlib.suppress(StoreError):  # the store may be out of reach for a while
                 self.renew()
 
     def renew(self) -> None:
         """Gives a sign of life; ends this process if another one has taken the lock.
 
         Raises:
-          OSError: the store cannot be reached.
+          StoreError: the store cannot be reached.
         """
         assert self._version is not None
         version = self.store.replace(LOCK_FILE, self._content(), version=self._version)

@@ -40,6 +40,10 @@ def local_folder(path: str) -> Path:
     return Path(tempfile.gettempdir()) / f"jaxpipe-{os.getuid()}" / name
 
 
+class StoreError(OSError):
+    """A store cannot be reached, or refuses."""
+
+
 class Stored(NamedTuple):
     """The content of an object at one moment.
 
@@ -62,8 +66,8 @@ class ObjectStore:
       url: ``s3://`` or ``gs://``, a bucket, and a prefix, to which a slash is added.
 
     Raises:
-      OSError: the URL names no bucket, or there are no keys. All methods raise it if the store
-        cannot be reached, or refuses.
+      StoreError: the URL names no bucket. All methods raise it if the store cannot be reached, or
+        refuses.
 
     Example:
       >>> store = ObjectStore("s3://bucket/runs/gpt")  # doctest: +SKIP
@@ -124,7 +128,7 @@ def _spec(url: str) -> dict[str, Any]:
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.rstrip("/").partition("/")
     if not bucket:
-        raise OSError(f"{url} names no bucket")
+        raise StoreError(f"{url} names no bucket")
     spec: dict[str, Any] = {"bucket": bucket, "path": f"{prefix}/" if prefix else ""}
     retries = {"max_retries": _MOST_RETRIES}
     if scheme == "gs":
@@ -141,10 +145,10 @@ def _spec(url: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_os_error(url: str) -> Iterator[None]:
-    """Turns the errors of tensorstore, which are all of one kind, into one of the store."""
+    """Turns the errors of tensorstore, which are all ValueError, into that of a store."""
     try:
         yield
     except ValueError as error:
         # The rest of the message repeats the answer of the server.
         reason = str(error).partition(" [")[0]
-        raise OSError(f"{url} cannot be reached or used ({reason})") from error
+        raise StoreError(f"{url} cannot be reached or used ({reason})") from error

@@ -23,7 +23,7 @@ from train import checkpoint, run_lock, tasks
 from train.config import Config
 from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.object_lock import ObjectLock
-from train.object_store import ObjectStore, is_url
+from train.object_store import ObjectStore, StoreError, is_url
 from train.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
@@ -88,7 +88,7 @@ def _present(config: Config) -> list[str]:
 def has_begun(config: Config) -> bool:
     """Says whether the run has checkpoints."""
     if is_url(config.run_dir):
-        with contextlib.suppress(OSError):  # `failures` says so
+        with contextlib.suppress(StoreError):  # `failures` says so
             pattern = re.compile(rf"{CHECKPOINTS}/\d+/")
             return any(map(pattern.match, ObjectStore(config.run_dir).names()))
     folder = config.folder / CHECKPOINTS
@@ -100,7 +100,7 @@ def _unreachable(config: Config) -> Iterator[Failure]:
     if is_url(config.run_dir):
         try:
             ObjectStore(config.run_dir).names()
-        except OSError as error:
+        except StoreError as error:
             yield Failure(
                 f"run_dir={error}. Name a bucket that exists, and keys that may read and write it.",
                 ("run_dir",),
@@ -150,7 +150,7 @@ def lock(config: Config, *, say: Callable[[str], None]) -> RunLock | ObjectLock:
         return RunLock(config.folder, say=say)
     try:
         return ObjectLock(ObjectStore(config.run_dir), say=say)
-    except OSError as error:
+    except StoreError as error:
         raise ConfigError([unwritable(config, error)]) from error
 
 
