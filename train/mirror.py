@@ -55,15 +55,18 @@ class Copy:
 
     def __init__(self, store: ObjectStore, folder: Path) -> None:
         self.store, self.folder = store, folder
-        self._names = store.names()
-        checksums = re.compile(f"({CHECKPOINTS}/[^/]+)/{re.escape(CHECKSUMS_FILE)}")
-        self.checkpoints = [m[1] for m in map(checksums.fullmatch, self._names) if m]
+        # Other names are those of folders, which some tools make, or lead out of this folder.
+        self._names = [name for name in store.names() if not {"", ".", ".."} & {*name.split("/")}]
+        whole = re.compile(rf"({CHECKPOINTS}/[^/]+)/{re.escape(CHECKSUMS_FILE)}")
+        self.checkpoints = [match[1] for name in self._names if (match := whole.fullmatch(name))]
         (folder / CHECKPOINTS).mkdir(parents=True)
-        wanted = {f"{name}/{file}" for name in self.checkpoints for file in _FILES_OF_CHOICE}
+        losses = {f"{name}/{LOSS_FILE}" for name in self.checkpoints}
         self._fetch(
             name
             for name in self._names
-            if name in wanted or not ("/" in name or _PASSING.fullmatch(name))
+            if name in losses
+            or whole.fullmatch(name)
+            or not ("/" in name or _PASSING.fullmatch(name))
         )
 
     def fetch(self, step: int) -> None:
@@ -72,8 +75,8 @@ class Copy:
 
     def notes(self) -> list[str]:
         """Returns one line for every checkpoint in the store that is half-written."""
-        parts = (name.split("/") for name in self._names)
-        names = {f"{CHECKPOINTS}/{part[1]}" for part in parts if part[0] == CHECKPOINTS}
+        paths = (name.split("/") for name in self._names)
+        names = {"/".join(path[:2]) for path in paths if path[0] == CHECKPOINTS}
         return [
             f"ignoring {self.store.url}/{name}, which a run had not written to its end"
             for name in sorted(names - {*self.checkpoints})
@@ -90,9 +93,6 @@ class Copy:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-
-
-_FILES_OF_CHOICE = CHECKSUMS_FILE, LOSS_FILE
 
 
 @functools.cache
@@ -125,10 +125,8 @@ class Mirror:
 
     def __init__(self, copy: Copy, lock: ObjectLock, say: Callable[[str], None]) -> None:
         self._store, self._folder, self._lock, self._say = copy.store, copy.folder, lock, say
-        # What the store holds of the folder: inodes of checkpoints, times and sizes of other files.
-        self._checkpoints = {
-            name: inode for name, inode in self._found().items() if name in copy.checkpoints
-        }
+        # What the store has of the folder: inodes of checkpoints, times and sizes of other files.
+        self._checkpoints = self._local_checkpoints()
         self._files = {name: _version(path) for name, path in self._other_files()}
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -158,7 +156,7 @@ class Mirror:
         while not self._left.wait(_LOOK_SECONDS):
             try:
                 is_time = time.monotonic() > last + SYNC_SECONDS
-                if is_time or self._found() != self._checkpoints:
+                if is_time or self._local_checkpoints() != self._checkpoints:
                     self.sync()
                     reached, last = True, time.monotonic()
             except OSError as error:
@@ -176,31 +174,31 @@ class Mirror:
         # Nothing in the store is ahead of its checkpoints except metrics, which a resume shortens.
         progress = self._folder / PROGRESS_FILE
         content = progress.read_bytes() if progress.exists() else None
-        found = self._found()
+        local = self._local_checkpoints()
         for name, path in self._other_files():
             with contextlib.suppress(FileNotFoundError):  # a temporary file
                 version = _version(path)
                 if self._files.get(name) != version:
                     self._store.write(name, path.read_bytes())
                     self._files[name] = version
-        for name, inode in found.items():
+        for name, inode in local.items():
             if self._checkpoints.get(name) != inode:
                 self._write_checkpoint(name, inode)
         if content is not None:
             self._store.write(PROGRESS_FILE, content)
         for name in [*self._checkpoints]:
-            if name not in found:
+            if name not in local:
                 self._delete_checkpoint(name)
 
-    def _found(self) -> dict[str, int]:
-        """Finds the checkpoints in the folder, also those that were moved aside."""
-        found = {}
+    def _local_checkpoints(self) -> dict[str, int]:
+        """Lists the checkpoints in the folder, also those that were moved aside, and inodes."""
+        inodes = {}
         for path in (self._folder / CHECKPOINTS).iterdir():
             with contextlib.suppress(FileNotFoundError):  # it is not kept any more
                 inode = path.stat().st_ino
                 if path.is_dir() and not _PASSING.fullmatch(path.name):
-                    found[f"{CHECKPOINTS}/{path.name}"] = inode
-        return found
+                    inodes[f"{CHECKPOINTS}/{path.name}"] = inode
+        return inodes
 
     def _other_files(self) -> Iterator[tuple[str, Path]]:
         for root, folders, files in os.walk(self._folder):
@@ -228,9 +226,9 @@ class Mirror:
         self._store.write(str(path.relative_to(self._folder)), path.read_bytes())
 
     def _delete_checkpoint(self, name: str) -> None:
-        names = [other for other in self._store.names() if other.startswith(f"{name}/")]
+        files = [file for file in self._store.names() if file.startswith(f"{name}/")]
         # Its checksums first: what a process that is killed here leaves is then half-written.
-        self._store.delete(sorted(names, key=lambda other: not other.endswith(CHECKSUMS_FILE)))
+        self._store.delete(sorted(files, key=lambda file: not file.endswith(CHECKSUMS_FILE)))
         self._checkpoints.pop(name, None)
 
 

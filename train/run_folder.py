@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,15 +88,22 @@ def has_begun(config: Config) -> bool:
     """Says whether the run has checkpoints."""
     if is_url(config.run_dir):
         with contextlib.suppress(StoreError):  # `failures` says so
-            pattern = re.compile(rf"{CHECKPOINTS}/\d+/")
-            return any(map(pattern.match, ObjectStore(config.run_dir).names()))
+            return CHECKPOINTS in _present(config)
+        return False
     folder = config.folder / CHECKPOINTS
     return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
 def _unreachable(config: Config) -> Iterator[Failure]:
     """Tries to read from the store of a URL."""
-    if is_url(config.run_dir):
+    if "://" in config.run_dir and not is_url(config.run_dir):
+        scheme = config.run_dir.partition("://")[0]
+        yield Failure(
+            f"run_dir={config.run_dir} is in no store that is known: {scheme}://. Nearest valid: "
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or a folder.",
+            ("run_dir",),
+        )
+    elif is_url(config.run_dir):
         try:
             ObjectStore(config.run_dir).names()
         except StoreError as error:

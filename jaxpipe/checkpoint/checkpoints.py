@@ -73,7 +73,7 @@ class Checkpoints:
         checkpoints to keep; process 0 calls it with a step before anyone reads it.
 
     Raises:
-      ValueError: a folder that is a file, or nothing to keep.
+      ValueError: a folder that is a file or a URL, or nothing to keep.
 
     Example:
       >>> with jaxpipe.Checkpoints("runs/one", keep=3) as checkpoints:  # doctest: +SKIP
@@ -98,6 +98,8 @@ class Checkpoints:
         self._folder, self._keep, self._keep_every = Path(folder).resolve(), keep, keep_every
         self._read_only, self._older, self._fetch = read_only, older, fetch
         problems: list[Problem | str] = [*below_one(keep=keep, keep_every=keep_every)]
+        if "://" in str(folder):
+            problems.append(f"folder={str(folder)!r} is a URL; checkpoints need a folder.")
         is_file = self._folder.exists() and not self._folder.is_dir()
         if is_file:
             name = f"folder={str(folder)!r}"

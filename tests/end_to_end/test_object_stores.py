@@ -24,8 +24,9 @@ from moto.server import ThreadedMotoServer
 
 from train import object_lock, run_folder
 from train.errors import ConfigError
+from train.mirror import Copy, Mirror
 from train.object_lock import ObjectLock
-from train.object_store import ObjectStore
+from train.object_store import ObjectStore, StoreError
 
 pytestmark = pytest.mark.end_to_end
 
@@ -108,9 +109,83 @@ def test_a_run_is_killed_continued_damaged_and_read(toy_trainer, unbroken_toy, b
     assert f"held-out loss {loss:.4f}" in evaluated.out
 
 
-def test_a_bucket_that_is_missing_is_said_at_once(toy_trainer, bucket):
-    finished = toy_trainer.run("--run-dir", f"{bucket}s/one", status=2)
-    assert "error: run_dir=s3://buckets/one cannot be reached or used (NOT_FOUND: " in finished.err
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://buckets/one", "s3://buckets/one cannot be reached or used (NOT_FOUND: "),
+        ("s3:///one", "s3:///one names no bucket. Name a bucket that exists, "),
+        (
+            "az://bucket/one",
+            "az://bucket/one is in no store that is known: az://. Nearest valid: s3",
+        ),
+    ],
+)
+def test_a_store_that_is_not_there_is_said_at_once(toy_trainer, bucket, url, said):
+    finished = toy_trainer.run("--run-dir", url, status=2)
+    assert f"error: run_dir={said}" in finished.err
+
+
+class TestMirror:
+    """Files of a run, without the run."""
+
+    @pytest.fixture
+    def store(self, bucket, request):
+        return ObjectStore(f"{bucket}/mirrors/{request.node.name}")
+
+    @pytest.fixture
+    def lock(self, store):
+        lock = ObjectLock(store, say=print)
+        lock.acquire()
+        yield lock
+        lock.release()
+
+    def test_names_that_are_no_paths_in_the_folder_are_not_copied(self, store, tmp_path):
+        step = "checkpoints/3"
+        for name in (
+            "",
+            f"{step}/",
+            f"{step}/../../../up",
+            f"{step}/checksums.json",
+            "a",
+            "b.partial",
+        ):
+            store.write(name, b"{}")
+        copy = Copy(store, tmp_path / "copy")
+        copy.fetch(3)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert {str(path.relative_to(tmp_path)) for path in files} == {
+            f"copy/{step}/checksums.json",
+            "copy/a",
+        }
+
+    def test_a_checkpoint_that_takes_the_place_of_another_is_written(self, store, lock, tmp_path):
+        """As after a damaged one was moved aside; what a killed process left is replaced."""
+        store.write("checkpoints/6/half", b"")
+        step = tmp_path / "copy" / "checkpoints" / "3"
+        with Mirror(Copy(store, tmp_path / "copy"), lock, pytest.fail) as mirror:
+            for content in ("old", "new"):
+                step.mkdir()
+                (step / "checksums.json").write_text("{}")
+                (step / content).write_text(content)
+                mirror.sync()
+                step.rename(step.with_name("3.damaged" if content == "old" else "6"))
+        names = [name for name in store.names() if name.startswith("checkpoints/")]
+        folders = {"checkpoints/3.damaged": "old", "checkpoints/6": "new"}
+        assert names == sorted(
+            f"{folder}/{file}" for folder in folders for file in ("checksums.json", folders[folder])
+        )
+
+    def test_an_outage_at_the_end_keeps_the_copy(self, store, lock, tmp_path, monkeypatch):
+        def fail(*_):
+            raise StoreError("it is out of reach")
+
+        file = tmp_path / "copy" / "metrics.jsonl"
+        mirror = Mirror(Copy(store, tmp_path / "copy"), lock, pytest.fail).__enter__()
+        file.write_text("{}")
+        monkeypatch.setattr(ObjectStore, "write", fail)
+        with pytest.raises(ConfigError, match=r"lacks the end of this run: it is out of reach\. T"):
+            mirror.__exit__(None, None, None)
+        assert file.exists()
 
 
 class TestLock:
