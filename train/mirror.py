@@ -73,14 +73,11 @@ class Copy:
         """Completes a checkpoint; does nothing if all of its files are there."""
         self._fetch(name for name in self._names if name.startswith(f"{CHECKPOINTS}/{step}/"))
 
-    def notes(self) -> list[str]:
-        """Returns one line for every checkpoint in the store that is half-written."""
+    def half_written(self) -> list[str]:
+        """Lists the checkpoints in the store that have no checksums."""
         paths = (name.split("/") for name in self._names)
         names = {"/".join(path[:2]) for path in paths if path[0] == CHECKPOINTS}
-        return [
-            f"ignoring {self.store.url}/{name}, which a run had not written to its end"
-            for name in sorted(names - {*self.checkpoints})
-        ]
+        return sorted(names - {*self.checkpoints})
 
     def _fetch(self, names: Iterable[str]) -> None:
         missing = [name for name in names if not (self.folder / name).exists()]
@@ -127,6 +124,11 @@ class Mirror:
         self._store, self._folder, self._lock, self._say = copy.store, copy.folder, lock, say
         # What the store has of the folder: inodes of checkpoints, times and sizes of other files.
         self._checkpoints = self._local_checkpoints()
+        for name in copy.half_written():
+            say(f"ignoring {self._store.url}/{name}, which a run has not written to its end")
+            # It is deleted like any that is not kept. An older version wrote none with checksums.
+            if copy.checkpoints:
+                self._checkpoints[name] = 0
         self._files = {name: _version(path) for name, path in self._other_files()}
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
@@ -271,8 +273,6 @@ def mirrored(
     if not copies:
         yield None
         return
-    for note in copies[0].notes():
-        say(note)
     with Mirror(copies[0], lock, say):
         yield copies[0].fetch
 

@@ -66,9 +66,10 @@ class ObjectLock:
         seen = self.store.read(LOCK_FILE)
         if seen.content is not None and not _is_free(seen):
             seen = self._watch(seen)
-        self._version = self.store.replace(LOCK_FILE, self._content(), version=seen.version)
-        if self._version is None:
-            raise ConfigError([in_use(self.store.url, _who(self.store.read(LOCK_FILE)))])
+        now = self._write(seen.version)
+        if _owner(now) != self._owner:
+            raise ConfigError([in_use(self.store.url, _who(now))])
+        self._version = now.version
         self._thread.start()
 
     def release(self) -> None:
@@ -106,10 +107,14 @@ class ObjectLock:
         self._say(f"taking over the lock of {who}, which showed no sign of life")
         return seen
 
-    def _content(self) -> bytes:
+    def _write(self, version: bytes) -> Stored:
+        """Writes the lock in place of a version; returns the lock that there is then."""
         self._beats += 1
         lock = {"owner": dataclasses.asdict(self._owner), "beats": self._beats}
-        return f"{json.dumps(lock)}\n".encode()
+        content = f"{json.dumps(lock)}\n".encode()
+        written = self.store.replace(LOCK_FILE, content, version=version)
+        # A write that is repeated since its answer was lost finds its own version.
+        return self.store.read(LOCK_FILE) if written is None else Stored(content, written)
 
     def _beat(self) -> None:
         while not self._released.wait(self._heartbeat_seconds):
@@ -123,14 +128,10 @@ class ObjectLock:
           StoreError: the store cannot be reached.
         """
         assert self._version is not None
-        version = self.store.replace(LOCK_FILE, self._content(), version=self._version)
-        if version is None:
-            now = self.store.read(LOCK_FILE)
-            # A write whose answer was lost has been repeated, and found its own version.
-            if _owner(now) != self._owner:
-                end_process(self.store.url, _who(now))
-            version = now.version
-        self._version = version
+        now = self._write(self._version)
+        if _owner(now) != self._owner:
+            end_process(self.store.url, _who(now))
+        self._version = now.version
 
 
 def _is_free(seen: Stored) -> bool:

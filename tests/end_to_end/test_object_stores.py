@@ -6,6 +6,7 @@ Losses and weights equal those of an unbroken run in a folder, to the bit.
 import functools
 import logging
 import os
+import shutil
 import signal
 import urllib.request
 
@@ -88,7 +89,7 @@ def test_a_run_is_killed_continued_damaged_and_read(toy_trainer, unbroken_toy, b
     assert f"run_dir={url} already holds a run (config.yaml, " in fresh.err
     resumed = toy_trainer.run("--run-dir", url, "--resume")
     assert f"taking over the lock of process {process.pid} on " in resumed.out
-    assert f"ignoring {url}/checkpoints/6, which a run had not written to its end" in resumed.out
+    assert f"ignoring {url}/checkpoints/6, which a run has not written to its end" in resumed.out
     assert f"resuming {url} at step {CHECKPOINT_EVERY}" in resumed.out
     assert_same_run(_downloaded(url, tmp_path / "resumed"), unbroken_toy)
     assert _checkpoints(store) == {str(step) for step in saved(unbroken_toy)}
@@ -159,16 +160,23 @@ class TestMirror:
         }
 
     def test_a_checkpoint_that_takes_the_place_of_another_is_written(self, store, lock, tmp_path):
-        """As after a damaged one was moved aside; what a killed process left is replaced."""
-        store.write("checkpoints/6/half", b"")
+        """As after a damaged one was moved aside; what a killed process left is deleted."""
+        for name in ("3/checksums.json", "6/half", "9/half"):
+            store.write(f"checkpoints/{name}", b"{}")
+        said, copy = [], Copy(store, tmp_path / "copy")
         step = tmp_path / "copy" / "checkpoints" / "3"
-        with Mirror(Copy(store, tmp_path / "copy"), lock, pytest.fail) as mirror:
+        shutil.rmtree(step)
+        with Mirror(copy, lock, said.append) as mirror:
             for content in ("old", "new"):
                 step.mkdir()
                 (step / "checksums.json").write_text("{}")
                 (step / content).write_text(content)
                 mirror.sync()
                 step.rename(step.with_name("3.damaged" if content == "old" else "6"))
+        assert said == [
+            f"ignoring {store.url}/checkpoints/{n}, which a run has not written to its end"
+            for n in (6, 9)
+        ]
         names = [name for name in store.names() if name.startswith("checkpoints/")]
         folders = {"checkpoints/3.damaged": "old", "checkpoints/6": "new"}
         assert names == sorted(
