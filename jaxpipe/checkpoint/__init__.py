@@ -4,6 +4,7 @@ Nothing else in `jaxpipe` imports orbax.
 """
 
 from jaxpipe.checkpoint.checkpoints import Checkpoints as Checkpoints
+from jaxpipe.checkpoint.checkpoints import Restored as Restored
 from jaxpipe.checkpoint.checksums import CHECKSUMS_FILE as CHECKSUMS_FILE
 from jaxpipe.checkpoint.checksums import DamagedError as DamagedError
 from jaxpipe.checkpoint.keeping import LOSS_FILE as LOSS_FILE
