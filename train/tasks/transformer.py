@@ -90,7 +90,8 @@ class Transformer(Task):
         ]
         path.write_text("locale\tsource\ttarget\ttranslation\n" + "\n".join(lines) + "\n", "utf-8")
         scores = translation.bleu(written, heldout.pairs)
-        text = f"BLEU of {len(heldout)} held-out sentences ({path}): {_scores(scores)}"
+        where = f"{self.config.run_dir}/{self.report_file}"
+        text = f"BLEU of {len(heldout)} held-out sentences ({where}): {_scores(scores)}"
         return text, statistics.mean(scores.values())
 
 
