@@ -270,11 +270,12 @@ def mirrored(
             "see. Let TMPDIR be a folder that all of them share.",
             "run_dir",
         )
-    if not copies:
-        yield None
-        return
-    with Mirror(copies[0], lock, say):
-        yield copies[0].fetch
+    with contextlib.ExitStack() as stack:
+        if copies:
+            stack.enter_context(Mirror(copies[0], lock, say))
+        yield copies[0].fetch if copies else None
+        # The others wait for the last upload: jax ends processes that wait longer than minutes.
+        distributed.from_first(stack.close)
 
 
 def _version(path: Path) -> tuple[int, int]:

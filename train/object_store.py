@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 _SCHEMES = ("s3://", "gs://")
 _MOST_RETRIES = 6
-"""Retries of a request, after 1 s, 2 s, 4 s and so on; tensorstore's default are 32."""
+"""Retries of a request, after 1 s, 2 s, 4 s and so on; tensorstore makes 32 by default."""
 
 
 def is_url(path: str) -> bool:
