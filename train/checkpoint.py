@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxpipe import Checkpoints
-from jaxpipe.checkpoint import DamagedError, Found, reading
+from jaxpipe.checkpoint import DamagedError, Fetch, Found, reading
 from train import configured, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, refused
@@ -30,11 +30,21 @@ IN_FLIGHT = "in_flight"
 
 
 def checkpoints_in(
-    folder: Path, *, keep: int = 1, keep_every: int | None = None, read_only: bool = False
+    folder: Path,
+    *,
+    keep: int = 1,
+    keep_every: int | None = None,
+    read_only: bool = False,
+    fetch: Fetch | None = None,
 ) -> Checkpoints:
     """Opens the checkpoints of a run, also those that older versions wrote without checksums."""
     return Checkpoints(
-        folder, keep=keep, keep_every=keep_every, read_only=read_only, older=_check_description
+        folder,
+        keep=keep,
+        keep_every=keep_every,
+        read_only=read_only,
+        older=_check_description,
+        fetch=fetch,
     )
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pydantic_core
 import yaml
 
-from train import tasks
+from train import object_store, tasks
 
 Number = bool | int | float | str | None
 """An argument of a function of optax; text names a dtype, for example."""
@@ -339,7 +340,8 @@ class Config(Section):
     """Everything that decides a run."""
 
     run_dir: str = "runs/gpt"
-    """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule."""
+    """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule. Or
+    s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, for which TMPDIR holds a copy while it trains."""
     task: str = "gpt"
     """Task to train: the name of a file in train/tasks, or module:Class of your own."""
     init_from: str | None = None
@@ -378,6 +380,11 @@ class Config(Section):
         if "task" not in info.data:  # it is unknown, and so are the fields
             return Section()
         return tasks.find(info.data["task"]).section().model_validate(value)
+
+    @property
+    def folder(self) -> Path:
+        """Folder on this machine where the run reads and writes its files."""
+        return object_store.local_folder(self.run_dir)
 
     @property
     def num_layers(self) -> int:

@@ -65,8 +65,8 @@ def export(options: Options) -> str:
     """
     source = initial.parse(options.run)
     if not source.is_run:
-        raise ValueError(f"{source.folder} is no run: it holds no {run_folder.CHECKPOINTS}.")
-    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+        raise ValueError(f"{source.name} is no run: it holds no {run_folder.CHECKPOINTS}.")
+    checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
     checkpoint.require_drained(saved, step)
@@ -76,7 +76,7 @@ def export(options: Options) -> str:
     tokenizer = task.exported_tokenizer(folder)
     if tokenizer is not None and tokenizer.sha256 != saved["data_sha256"]:
         raise ValueError(
-            f"{folder} has another tokenizer than {source.folder} was trained with. Name the "
+            f"{folder} has another tokenizer than {source.name} was trained with. Name the "
             "prepared folder of the run with --data-path."
         )
     ids = TokenIds() if tokenizer is None else TokenIds(**tokenizer.token_ids)
@@ -87,7 +87,7 @@ def export(options: Options) -> str:
     if tokenizer is not None:
         _write(options.out, tokenizer)
     parts = f"{source.what}, configuration{', tokenizer' if tokenizer is not None else ''}"
-    return f"{options.out}: {parts} of {source.folder}, step {step}"
+    return f"{options.out}: {parts} of {source.name}, step {step}"
 
 
 def _shapes(task: Any) -> dict[str, PyTree]:

@@ -17,12 +17,13 @@ from rich.console import Console
 
 from jaxpipe import Checkpoints, load_params
 from models import hugging_face
-from train import checkpoint, run_folder, tasks
+from train import checkpoint, mirror, run_folder, tasks
 from train.command_line import load_yaml
 from train.config import Config, upgraded
 from train.data.folder import TOKENIZER_FILE
 from train.errors import ConfigError, Failure, refused
 from train.metrics import say
+from train.object_store import is_url
 from train.step import Setup, TrainState
 
 PyTree = Any
@@ -38,11 +39,18 @@ class Source:
       folder: a Hugging Face folder or that of a run.
       which: one of the run's checkpoints: `LATEST`, `BEST`, or a step.
       averaged: whether the moving average of its weights is meant.
+      copy: what the folder is of a run in an object store; None for any other.
     """
 
     folder: Path
     which: str = LATEST
     averaged: bool = False
+    copy: mirror.Copy | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The folder or the URL that was given."""
+        return str(self.folder) if self.copy is None else self.copy.store.url
 
     @property
     def is_run(self) -> bool:
@@ -51,6 +59,12 @@ class Source:
     @property
     def what(self) -> str:
         return "average of the weights" if self.averaged else "weights"
+
+    def checkpoints(self) -> Checkpoints:
+        """Opens the run's checkpoints to read them."""
+        folder = self.folder / run_folder.CHECKPOINTS
+        fetch = None if self.copy is None else self.copy.fetch
+        return checkpoint.checkpoints_in(folder, read_only=True, fetch=fetch)
 
     def find(self, checkpoints: Checkpoints) -> int:
         """Returns the step that is meant; every process must ask.
@@ -66,12 +80,20 @@ class Source:
         else:
             step, why = int(self.which), ""
         if step is None:
-            raise ValueError(f"{self.folder} has no {self.which} checkpoint: {why}.")
-        return checkpoints.whole(step)
+            raise ValueError(f"{self.name} has no {self.which} checkpoint: {why}.")
+        step = checkpoints.whole(step)
+        if self.copy is not None:  # process 0 has completed its own; each process has one
+            self.copy.fetch(step)
+        return step
 
 
 def parse(text: str) -> Source:
     """Reads ``FOLDER``, ``FOLDER@latest``, ``FOLDER@best`` or ``FOLDER@STEP``; ``@ema`` may follow.
+
+    A URL is copied.
+
+    Raises:
+      ValueError: a URL that cannot be read.
 
     Example:
       >>> parse("runs/gpt@300")
@@ -81,9 +103,12 @@ def parse(text: str) -> Source:
     if folder and which == EMA and not Path(text).exists():
         return dataclasses.replace(parse(folder), averaged=True)
     is_named = which in (LATEST, BEST) or (which.isascii() and which.isdecimal())
-    if folder and is_named and not Path(text).exists():
+    if not (folder and is_named) or Path(text).exists():
+        folder, which = text, LATEST
+    if not is_url(folder):
         return Source(Path(folder), which)
-    return Source(Path(text))
+    copy = mirror.read_only(folder)
+    return Source(copy.folder, which, copy=copy)
 
 
 def described(source: Source) -> tuple[str, dict[str, Any]]:
@@ -131,10 +156,11 @@ def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why a run cannot begin with these weights; nothing if it has already begun."""
-    if config.init_from is None or (resume and _has_begun(config)):
+    if config.init_from is None or (resume and run_folder.has_begun(config)):
         return
-    source, what = parse(config.init_from), f"init_from={config.init_from}"
+    what = f"init_from={config.init_from}"
     try:
+        source = parse(config.init_from)
         task, model = described(source)
     except ValueError as error:
         yield from (Failure(f"{what}: {line}", ("init_from",)) for line in str(error).split("\n"))
@@ -143,11 +169,6 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     tokenizer = source.folder / TOKENIZER_FILE
     if tasks.find(config.task).data_kind == "text" and tokenizer.is_file() and not source.is_run:
         yield from _other_tokenizer(config, tokenizer)
-
-
-def _has_begun(config: Config) -> bool:
-    folder = Path(config.run_dir) / run_folder.CHECKPOINTS
-    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
 def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterator[Failure]:
@@ -198,8 +219,8 @@ def state(setup: Setup, console: Console) -> TrainState:
     config = setup.config
     if config.init_from is None:
         return setup.init()
-    source = parse(config.init_from)
     try:
+        source = parse(config.init_from)
         if source.is_run:
             params, layers = _from_run(setup, source, console)
         else:
@@ -227,7 +248,7 @@ def _from_hugging_face(setup: Setup, path: Path, console: Console) -> tuple[PyTr
 def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, PyTree]:
     """Reads placed parameters and canonical states of another run."""
     config = setup.config
-    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+    checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
     then = Config(**saved["config"])
@@ -238,7 +259,7 @@ def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, P
         failures.append(_tokenizer_failure(config, then.data.path))
     if failures:
         raise ConfigError(failures)
-    say(console, f"{source.what} of {source.folder}, step {step}")
+    say(console, f"{source.what} of {source.name}, step {step}")
     shapes = setup.canonical_shapes
     wanted = {"params": shapes.params} | (
         {} if shapes.layers is None else {"layers": shapes.layers}

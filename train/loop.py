@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shutil
 import time
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe import Checkpoints
 from jaxpipe.asynchronous import steady_text
+from jaxpipe.checkpoint import Fetch
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from train import checkpoint, configured, distributed, evaluation, initial, noise, run_folder
@@ -26,7 +28,9 @@ from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError, named_values
 from train.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
 from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
+from train.mirror import mirrored
 from train.modes import Mode, Modes, layout_of
+from train.object_lock import ObjectLock
 from train.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
 from train.run_lock import RunLock
 from train.step import Setup
@@ -37,7 +41,7 @@ from train.watchdog import Watchdog, stages_by_process
 _CHECKPOINTS_AT_ONCE = 2
 
 
-def take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
+def take_folder(lock: RunLock | ObjectLock, config: Config, *, resume: bool) -> None:
     """Locks the run folder before anything in it is read or written."""
     if failures := list(run_folder.misplaced(config)):
         raise ConfigError(failures)
@@ -102,9 +106,9 @@ def find_start(
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None, ended)
     elif resume:
         failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
-        failures += run_folder.lost_checkpoints(Path(config.run_dir)) if not failures else []
+        failures += run_folder.lost_checkpoints(config) if not failures else []
     if resume:
-        failures += run_folder.would_fail_again(Path(config.run_dir), config, step=start.step)
+        failures += run_folder.would_fail_again(config, step=start.step)
     if start.step > config.train.steps:
         failures.append(
             Failure(
@@ -123,7 +127,7 @@ def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
     needed = _CHECKPOINTS_AT_ONCE * max(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in saved
     )
-    folder = Path(config.run_dir).absolute()
+    folder = config.folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free >= needed:
@@ -140,7 +144,7 @@ def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
 def prepare_folder(setup: Setup) -> None:
     """Writes the resolved configuration, the schedule that was chosen, and its picture."""
     config = setup.config
-    folder = Path(config.run_dir)
+    folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
     configured.write_choice(folder / run_folder.CHOICE_FILE, config, setup.choice)
     if configured.is_asynchronous(config):
@@ -184,19 +188,27 @@ def run(config: Config, watchdog: Watchdog, goodput: Goodput, *, resume: bool) -
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
     console = Console(quiet=jax.process_index() != 0)
-    lock = RunLock(Path(config.run_dir), say=lambda text: say(console, text))
+    show = functools.partial(say, console)
+    lock = run_folder.lock(config, say=show)
     try:
         distributed.from_first(lambda: take_folder(lock, config, resume=resume))
-        return _run(config, console, watchdog, goodput, resume=resume)
+        with mirrored(config, lock, say=show) as fetch:
+            return _run(config, console, watchdog, goodput, resume=resume, fetch=fetch)
     finally:
         lock.release()
 
 
 def _run(
-    config: Config, console: Console, watchdog: Watchdog, goodput: Goodput, *, resume: bool
+    config: Config,
+    console: Console,
+    watchdog: Watchdog,
+    goodput: Goodput,
+    *,
+    resume: bool,
+    fetch: Fetch | None,
 ) -> float | None:
     is_writer = jax.process_index() == 0
-    folder = Path(config.run_dir)
+    folder = config.folder
     recorded = None
     if resume:
         recorded = recorded_choice(folder / run_folder.CHOICE_FILE, config, console)
@@ -204,14 +216,17 @@ def _run(
     digest = setup.task.data_digest()
     modes = Modes(setup)
     checkpoints = checkpoint.checkpoints_in(
-        folder / run_folder.CHECKPOINTS, keep=config.train.keep, keep_every=config.train.keep_every
+        folder / run_folder.CHECKPOINTS,
+        keep=config.train.keep,
+        keep_every=config.train.keep_every,
+        fetch=fetch,
     )
     begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
     say(console, headline(setup))
     if resume:
         for note in checkpoints.found.notes():
             say(console, note)
-        say(console, f"resuming {folder} at step {begin.step}")
+        say(console, f"resuming {config.run_dir} at step {begin.step}")
         for change in begin.changes:
             say(console, f"changed since: {change}")
     if is_writer:
@@ -289,7 +304,7 @@ class Trainer:
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
-        self.noise = noise.Gauge(setup, Path(self.config.run_dir) / run_folder.METRICS_FILE)
+        self.noise = noise.Gauge(setup, self.config.folder / run_folder.METRICS_FILE)
         self.mode: Mode
         self.carried: Any
         self.compiled: Any
@@ -450,7 +465,7 @@ class Trainer:
             )
         self.saved_at = time.monotonic()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
-            run_folder.note_saved(Path(self.config.run_dir), max(whole))
+            run_folder.note_saved(self.config.folder, max(whole))
 
     def check_folder(self) -> None:
         """Raises ConfigError if the run folder that this process writes is gone."""
@@ -459,7 +474,7 @@ class Trainer:
 
     def note_saved(self) -> None:
         """Records that the last checkpoint is whole; raises ConfigError if it is gone."""
-        folder = Path(self.config.run_dir)
+        folder = self.config.folder
         if self.step not in self.checkpoints.steps:
             path = folder / run_folder.CHECKPOINTS / str(self.step)
             raise ConfigError([run_folder.removed(self.config, path)])

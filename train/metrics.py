@@ -251,7 +251,7 @@ class Metrics:
         self._wandb: Any = None
         if not is_writer:
             return
-        folder = Path(config.run_dir)
+        folder = config.folder
         path = folder / run_folder.METRICS_FILE
         records = (record for _, record in _records(path))
         goodput.resume(records, step=last_step, ended=ended)
@@ -266,7 +266,7 @@ class Metrics:
             wandb = importlib.import_module("wandb")
             self._wandb = wandb.init(
                 project=config.wandb.project,
-                dir=config.run_dir,
+                dir=str(folder),
                 config=config.model_dump(),
                 id=name,
                 resume="allow",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,7 +60,7 @@ def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> lis
     measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
     clocks = timelines(measured.schedule, measured.costs, measured=measured)
     predicted = clocks.on("device")
-    folder = Path(setup.config.run_dir)
+    folder = setup.config.folder
     written = trace(predicted, measured, unit_seconds=1.0)
     (folder / run_folder.TIMELINE_TRACE).write_text(json.dumps(written), encoding="utf-8")
     (folder / run_folder.TIMELINE_PAGE).write_text(page([clocks]), encoding="utf-8")
@@ -98,7 +97,7 @@ class Profile:
 
     def __init__(self, config: Config) -> None:
         self._first, self._last = config.train.profile_from, config.train.profile_to
-        self._folder, self._is_open = Path(config.run_dir) / run_folder.PROFILE, False
+        self._folder, self._is_open = config.folder / run_folder.PROFILE, False
 
     def __enter__(self) -> Profile:
         return self

@@ -177,9 +177,11 @@ def _show_library_log(*, is_writer: bool) -> None:
 
 
 def _disk_error(error: Exception) -> OSError | None:
-    """Finds the error of the operating system, if the disk is at fault."""
+    """Finds the error of the operating system or of a store, if one of these is at fault."""
+    from train.object_store import StoreError
+
     if isinstance(error, OSError):
-        return error if error.errno in _DISK else None
+        return error if isinstance(error, StoreError) or error.errno in _DISK else None
     # The checkpoint's writer has exceptions of its own.
     for number in _DISK:
         if f": {os.strerror(number)}" in str(error):

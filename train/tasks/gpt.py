@@ -226,9 +226,9 @@ class GPT(Task):
             state=states,
         )
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
-        path = Path(self.config.run_dir) / self.report_file
-        path.write_text(written + "\n", encoding="utf-8")
-        return f"sample ({path}):\n{written}", None
+        file = self.config.folder / self.report_file
+        file.write_text(written + "\n", encoding="utf-8")
+        return f"sample ({self.config.run_dir}/{self.report_file}):\n{written}", None
 
 
 def _side(meta: text.DataMeta, name: str) -> text.SplitMeta:
