@@ -45,7 +45,7 @@ def _empty_cache(x, microbatch, num_slices):
 
 
 def _recurrent(w, x, batch, rng, carry=None, start=0):
-    """A decaying sum of the inputs, from a learned projection, that starts at 1/2."""
+    """A decaying sum of projected inputs, that starts at half of the first input."""
 
     def step(state, token):
         state = jnp.tanh(0.9 * state + token)
@@ -59,7 +59,7 @@ def _recurrent(w, x, batch, rng, carry=None, start=0):
 
 
 def _half(x, microbatch, num_slices):
-    return jnp.full_like(x[:, 0], 0.5)
+    return 0.5 * x[:, 0]
 
 
 def _params(key, layers):
