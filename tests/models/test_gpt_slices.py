@@ -114,7 +114,7 @@ def test_memory_is_predicted_where_all_forwards_come_first():
     assert memory.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
 
 
-def test_a_slice_needs_targets_and_learned_positions():
+def test_a_slice_needs_targets_and_positions_that_the_model_has():
     config = CONFIGS["learned"]
     schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=2)
     params, mesh = gpt.init(config, jax.random.key(0)), jaxpipe.make_mesh(stage=2)
@@ -122,3 +122,6 @@ def test_a_slice_needs_targets_and_learned_positions():
     tokens = {"tokens": _batch(config, documents=False)["tokens"]}
     with pytest.raises(ValueError, match=r"need \['targets', 'positions'\] in the batch"):
         pipe.loss(pipe.place(params), tokens)
+    batch = jax.tree.map(lambda w: jnp.tile(w, 2), _batch(config, documents=False))
+    with pytest.raises(ValueError, match=f"tokens hold {2 * LENGTH} inputs per row"):
+        pipe.loss(pipe.place(params), batch)
