@@ -130,7 +130,8 @@ class Setup:
 
         def makespan(loads: list[float], **options: Any) -> float:
             more = sum(loads) / sum(layers)
-            scaled = Costs(more * costs.f, more * costs.b, more * costs.w, costs.message)
+            f, b, w = (more * cost for cost in (costs.f, costs.b, costs.w))
+            scaled = dataclasses.replace(costs, f=f, b=b, w=w)
             counts = given or partition(loads, order.placement)
             return device_clock(order, chunk_costs(scaled, loads, counts), **options).makespan
 
