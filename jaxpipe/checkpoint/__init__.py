@@ -4,6 +4,7 @@ Nothing else in `jaxpipe` imports orbax.
 """
 
 from jaxpipe.checkpoint.checkpoints import Checkpoints as Checkpoints
+from jaxpipe.checkpoint.checkpoints import Restored as Restored
 from jaxpipe.checkpoint.checksums import DamagedError as DamagedError
 from jaxpipe.checkpoint.processes import from_first as from_first
 from jaxpipe.checkpoint.recovery import Found as Found
