@@ -1,7 +1,8 @@
 """A training loop of flax nnx, in which a pipeline takes the place of `nnx.value_and_grad`.
 
-The module, its `nnx.Optimizer` and the loop stay what they are. Run this file as it is: it needs no
-accelerator.
+The module, its `nnx.Optimizer` and the loop stay what they are. For this, every step moves
+parameters to their stages and gradients back; `jaxpipe.Pipeline.train_step`, as in the other
+examples, leaves them on their stages. Run this file as it is: it needs no accelerator.
 """
 
 import jax.numpy as jnp
