@@ -209,6 +209,7 @@ def model(
                 f"Slices of sequences need {missing} in the batch, int32 [rows, S]: a slice does "
                 "not hold the token after its last, nor know its place."
             )
+        _check_length(config, num_slices * microbatch["tokens"].shape[1])
         return empty_cache(config, sharing, x, microbatch, num_slices)
 
     functions = {kind: _layer(config, kind, sharing) for kind in set(config.layer_kinds)}
@@ -392,11 +393,7 @@ def _with_state(config, layers, x, state):
 def _embed(config, outer, microbatch, rng, sharing, over):
     tokens_BS, documents_BS = _inputs(microbatch), microbatch.get("documents")
     length = tokens_BS.shape[1]
-    if length > config.sequence_length:
-        raise ValueError(
-            f"tokens hold {length} inputs per row, but sequence_length="
-            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
-        )
+    _check_length(config, length)
     ids_BT = sharing.context.own(tokens_BS, 1)
     sharing.tensor.part(ids_BT.shape[1], "sequence length")
     dtype = config.compute_dtype
@@ -417,6 +414,14 @@ def _embed(config, outer, microbatch, rng, sharing, over):
         return x_BTE
     drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
     return sharing.dropout(drop, x_BTE)
+
+
+def _check_length(config, length):
+    if length > config.sequence_length:
+        raise ValueError(
+            f"tokens hold {length} inputs per row, but sequence_length="
+            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
+        )
 
 
 def _final_norm(config, outer, x):

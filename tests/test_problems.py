@@ -31,6 +31,7 @@ def build(name: str, **numbers) -> partial:
     return partial(catalog.build, name, **{"stages": 4, "microbatches": 8, **numbers})
 
 
+READ_BY = "Read by hanayo, hanayo-fused, controllable-memory, auto."
 SURFACES = [
     (
         build("gpipe", stages=0, microbatches=-1),
@@ -53,11 +54,11 @@ SURFACES = [
     (
         build("zb-h1", memory_limit=2),
         "memory_limit=2 does not fit schedule 'zb-h1': it does not read it.\n"
-        "Nearest valid: leave it out.",
+        f"Nearest valid: leave it out. {READ_BY}",
         "--memory-limit 2 does not fit schedule 'zb-h1': it does not read it.\n"
-        "Nearest valid: leave it out.",
+        f"Nearest valid: leave it out. {READ_BY}",
         "pipeline.memory_limit=2 does not fit schedule 'zb-h1': it does not read it. "
-        "Nearest valid: leave it out.",
+        f"Nearest valid: leave it out. {READ_BY}",
     ),
     (
         build("pipemare"),

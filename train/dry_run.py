@@ -37,6 +37,8 @@ _PARTS = {
     "until_b": "activations kept from F to B",
     "until_w": "activations kept from F to W",
     "crossing": "values kept from B to W",
+    "carry": "values kept from slice to slice",
+    "carry_gradient": "their gradients, from slice to slice",
     "gradients": "gradient sums of layers",
     "reduced": "gradient sums, split over data shards",
     "moving": "pieces of chunks on their way over data",
@@ -91,8 +93,8 @@ def _show_timeline(console: Console, setup: Setup) -> None:
             drawing = f"the schedule in text needs {len(drawing.splitlines())} lines; {remedy}"
     except draw.TooWideError as error:  # chunks whose costs are far apart
         drawing = str(error)
-    peaks = simulate(setup.schedule, configured.costs(setup.config)).peak_in_flight
-    flight = f"microbatches in flight at most, stage by stage: {' '.join(map(str, peaks))}"
+    peaks = " ".join(f"{free.in_full_stages(count):g}" for count in free.peak_in_flight)
+    flight = f"microbatches in flight at most, stage by stage: {peaks}"
     lines = [drawing, flight, draw.caption(free), draw.caption(runs)]
     say(console, "\n".join(lines), wraps=True)
 

@@ -130,7 +130,8 @@ class Setup:
 
         def makespan(loads: list[float], **options: Any) -> float:
             more = sum(loads) / sum(layers)
-            scaled = Costs(more * costs.f, more * costs.b, more * costs.w, costs.message)
+            f, b, w = (more * cost for cost in (costs.f, costs.b, costs.w))
+            scaled = dataclasses.replace(costs, f=f, b=b, w=w)
             counts = given or partition(loads, order.placement)
             return device_clock(order, chunk_costs(scaled, loads, counts), **options).makespan
 
@@ -404,7 +405,7 @@ class Setup:
 
     @cached_property
     def evaluate(self):
-        """The jitted ``(state, batch) -> values``: the same pipeline, forward only, no dropout.
+        """The compiled ``(state, batch) -> values``: the same pipeline, forward only, no dropout.
 
         Values are "loss", and "metrics" if the task's loss has any.
         """
@@ -413,7 +414,7 @@ class Setup:
         def evaluate(state, batch):
             return named(pipe.loss(state.params, batch, states=state.layers), None)[0]
 
-        return jax.jit(evaluate)
+        return jax.jit(evaluate).lower(self.state_shapes, self.batch_shapes).compile()
 
 
 def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:

@@ -178,8 +178,7 @@ def validate(
 
     Args:
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
-      costs: time of F,B,W of one chunk, and optionally of one message and the share that an
-        overlapped pair saves: as for `show`.
+      costs: time of F,B,W of one chunk, and what else `show` takes.
       clock: as for `show`.
     """
     schedule = read_csv(file)

@@ -180,6 +180,8 @@ class PlacedPlan:
     @cached_property
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk, which decides the room of all."""
+        if self.model.num_layers == self.plan.num_chunks:
+            return 1  # whatever the head takes
         return math.ceil((self.model.num_layers + self.head_layers) / self.plan.num_chunks)
 
     @cached_property

@@ -408,7 +408,8 @@ def _sequences(tree: Tree, num_slices: int) -> Iterator[str]:
             f"be [rows, sequence, ...], of one length, or [rows]; of second dimensions {shown}."
         )
     elif length := distinct[0] % num_slices:
-        valid = ", ".join(str(n) for n in (distinct[0] - length, distinct[0] - length + num_slices))
+        below = distinct[0] - length
+        valid = ", ".join(str(n) for n in (below, below + num_slices) if n)
         yield (
             f"The sequences of a batch have {distinct[0]} positions, which do not divide into "
             f"{num_slices} slices.\nNearest valid: {valid}."

@@ -232,12 +232,14 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
     for option in OPTIONS:
         if option not in given or option in (*entry.defaults, *MEASURES):
             continue
-        rule, nearest = "it does not read it", None
+        readers = ", ".join(other.name for other in entries() if option in other.defaults)
+        rule, nearest, note = "it does not read it", None, f"Read by {readers}."
         if option == "num_chunks" and entry.chunks is not None:
             count_in_words = "1 chunk" if entry.chunks == 1 else f"{entry.chunks} chunks"
-            rule, nearest = f"each of its stages holds {count_in_words}", entry.chunks
+            rule, nearest, note = f"each of its stages holds {count_in_words}", entry.chunks, ""
         if given[option] != nearest:
-            problems.append(Problem(option, given[option], rule, (nearest,), schedule=entry.name))
+            near, of = (nearest,), entry.name
+            problems.append(Problem(option, given[option], rule, near, schedule=of, note=note))
     for name, factor in entry.multiples.items():
         count = given.get(name, factor)
         if count >= 1 and count % factor:

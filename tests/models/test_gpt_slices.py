@@ -13,6 +13,7 @@ from covering import covering
 
 import jaxpipe
 from jaxpipe import testing
+from jaxpipe.runtime.measure import memory
 from models import gpt
 from models.gpt_config import GPTConfig
 
@@ -42,6 +43,7 @@ CASES = [
     ("mixture", "1f1b", 4, False, {}),
     ("grouped", "1f1b", 4, True, {"tensor": 2}),
     ("windows", "zb-h1", 2, False, {"context": 2, "remat": "dots"}),
+    ("latent", "1f1b", 2, True, {"context": 2, "zero": 3}),
 ]
 
 
@@ -100,7 +102,20 @@ def test_every_pair_of_options_with_slices(case):
     test_slices_of_a_gpt_match_whole_sequences(*given, options)
 
 
-def test_a_slice_needs_targets_and_learned_positions():
+@pytest.mark.pipeline
+def test_memory_is_predicted_where_all_forwards_come_first():
+    """The working set is that of slices, not of whole sequences."""
+    config = dataclasses.replace(GROUPED, sequence_length=256, num_layers=2)
+    schedule = jaxpipe.schedules.build("gpipe", stages=2, microbatches=3, slices=4)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    mesh = jaxpipe.make_mesh(stage=2)
+    pipe = jaxpipe.Pipeline(gpt.model(config), params, schedule=schedule, mesh=mesh)
+    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((3, 256), jnp.int32))
+    predicted = sum(memory.predicted_bytes(pipe, batch).values())
+    assert memory.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
+
+
+def test_a_slice_needs_targets_and_positions_that_the_model_has():
     config = CONFIGS["learned"]
     schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=2)
     params, mesh = gpt.init(config, jax.random.key(0)), jaxpipe.make_mesh(stage=2)
@@ -108,3 +123,6 @@ def test_a_slice_needs_targets_and_learned_positions():
     tokens = {"tokens": _batch(config, documents=False)["tokens"]}
     with pytest.raises(ValueError, match=r"need \['targets', 'positions'\] in the batch"):
         pipe.loss(pipe.place(params), tokens)
+    batch = jax.tree.map(lambda w: jnp.tile(w, 2), _batch(config, documents=False))
+    with pytest.raises(ValueError, match=f"tokens hold {2 * LENGTH} inputs per row"):
+        pipe.loss(pipe.place(params), batch)

@@ -11,6 +11,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe import testing
+from jaxpipe.measure import layer_bytes
 from jaxpipe.runtime.measure import traced
 
 ROWS, LENGTH, WIDTH, LAYERS, TOKENS = 8, 16, 6, 8, 11
@@ -45,7 +46,7 @@ def _empty_cache(x, microbatch, num_slices):
 
 
 def _recurrent(w, x, batch, rng, carry=None, start=0):
-    """A decaying sum of the inputs, from a learned projection, that starts at 1/2."""
+    """A decaying sum of projected inputs, that starts at half of the first input."""
 
     def step(state, token):
         state = jnp.tanh(0.9 * state + token)
@@ -59,7 +60,7 @@ def _recurrent(w, x, batch, rng, carry=None, start=0):
 
 
 def _half(x, microbatch, num_slices):
-    return jnp.full_like(x[:, 0], 0.5)
+    return 0.5 * x[:, 0]
 
 
 def _params(key, layers):
@@ -198,6 +199,10 @@ def test_no_slice_keeps_a_copy_of_what_slices_append_to():
         split = traced.layers(pipe, _batch())[0].kinds[0].split
         kept = [*split.until_b, *split.until_w, *split.crossing]
         assert (ROWS // 2, LENGTH, WIDTH) not in {leaf.shape for leaf in kept}
+        # A slice's share of keys, values and documents, and of their cotangents.
+        share = 2 * 4 * (ROWS // 2) * LENGTH * (2 * WIDTH + 1) // 4
+        residuals = sum(4 * leaf.size for leaf in (*split.until_b, *split.until_w))
+        assert layer_bytes(pipe, _batch()).residuals == [residuals + share] * LAYERS
 
 
 def _hands_on_all(w, x, batch, rng, carry=None, start=0):
@@ -210,6 +215,7 @@ def _hands_on_all(w, x, batch, rng, carry=None, start=0):
         ({"carry": None}, {}, 4, "cuts sequences into 4 slices, and Model.carry is None"),
         ({}, {"targets": jnp.zeros((ROWS, 18), int)}, 4, r"\['targets'\] has 18"),
         ({}, {}, 3, r"16 positions.*into 3 slices.\nNearest valid: 15, 18"),
+        ({}, {}, 32, r"into 32 slices.\nNearest valid: 32\."),
         ({"layer": _hands_on_all}, {}, 4, "must keep its structure, shapes"),
         ({"layer": lambda w, x, batch, rng: x}, {}, 4, "start"),
         ({"carry": lambda x, batch, k: jnp.zeros(3, int)}, {}, 4, "only floating-point arrays"),

@@ -7,6 +7,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxpipe.runtime.measure.traced import buffers
 from models import gpt
 from train import dry_run
 from train.config import Config
@@ -16,13 +17,14 @@ from train.step import Setup
 pytestmark = pytest.mark.pipeline
 
 
-def made(mesh):
+def made(mesh, **pipeline):
     tree = {
         "model": {
             "vocab_size": 64, "sequence_length": 8, "num_layers": 5, "width": 16, "num_heads": 2,
         },
         "mesh": mesh,
-        "pipeline": {"schedule": "1f1b", "microbatches": 2, "zero": 0, "partition": "3,2"},
+        "pipeline": {"schedule": "1f1b", "microbatches": 2, "zero": 0, "partition": "3,2"}
+        | pipeline,
         "train": {"batch_size": 8},
     }  # fmt: skip
     return Setup(Config.model_validate(tree))
@@ -66,6 +68,13 @@ def test_every_part_of_the_memory_has_words(setup):
     rng = jax.eval_shape(lambda: setup.rng(0))
     found = predicted_bytes(setup.pipe, setup.batch_shapes, rng)
     assert found.keys() <= dry_run._PARTS.keys()
+
+
+def test_slices_are_parts_of_microbatches_in_what_is_shown():
+    sliced = made({"stage": 2, "data": 1}, sequence_slices=4)
+    assert buffers(sliced.pipe, sliced.batch_shapes).keys() <= dry_run._PARTS.keys()
+    shown = _shown(dry_run._show_timeline, sliced)
+    assert "microbatches in flight at most, stage by stage: 1.25 1\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def sort_layers(
             # An evaluation runs the function itself, of which derivatives by hand show nothing.
             alone = jax.make_jaxpr(function)(*args, *kept.values())
             if carried is not None:
-                function, (own, x, *others) = on_slices(function), args
+                function, (own, x, *others) = on_slices(function, carried), args
                 args = own, (x, carried.shapes), *others, kept["start"]
             split = split_layer(
                 function,

@@ -60,6 +60,17 @@ class Carry(NamedTuple):
     shapes: Shapes
     appended: tuple[bool, ...]
 
+    def begun(self, x: Activation, microbatch: Batch, before: Tree, start: Index) -> Tree:
+        """The carry that a layer is given for a slice, from what was left before: a first slice has
+        an empty one."""
+        leaves, structure = jax.tree.flatten(before)
+        empty = jax.tree.leaves(self.empty(x, microbatch))
+        chosen = [
+            value if is_one else jnp.where(start == 0, first, value)
+            for value, first, is_one in zip(leaves, empty, self.appended, strict=True)
+        ]
+        return jax.tree.unflatten(structure, chosen)
+
     @property
     def buffers(self) -> list[Shapes]:
         """The shapes of the arrays to which slices append."""
@@ -95,8 +106,10 @@ def carry_of(model: Model, layer: int, x: Activation, microbatch: Batch, num_sli
     return Carry(empty, shapes, tuple(map(is_marked, leaves)))
 
 
-def on_slices(layer: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Makes of a layer that carries one that maps the pair of x and the carry to the next pair."""
+def on_slices(layer: Callable[..., Tree], carry: Carry) -> Callable[..., Tree]:
+    """Makes of a layer that carries one that maps the pair of x and the carry to the next pair.
+
+    The empty carry is a part of it, since it may depend on x."""
 
     def run(
         params: LayerParams,
@@ -105,7 +118,9 @@ def on_slices(layer: Callable[..., Tree]) -> Callable[..., Tree]:
         rng: Key,
         start: Index,
     ) -> Tree:
-        y, carry = layer(params, x[0], microbatch, rng, x[1], start)
-        return WithLoss((y.x, carry), y.loss) if isinstance(y, WithLoss) else (y, carry)
+        own, before = x
+        begun = carry.begun(own, microbatch, before, start)
+        y, after = layer(params, own, microbatch, rng, begun, start)
+        return WithLoss((y.x, after), y.loss) if isinstance(y, WithLoss) else (y, after)
 
     return run

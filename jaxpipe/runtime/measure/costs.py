@@ -110,7 +110,8 @@ class LayerBytes(NamedTuple):
       parameters: parameters of the layer; the device's part where model axes or an axis of experts
         split them.
       sharded: a data shard's part of these, where data shards split them.
-      residuals: residuals that F keeps of one microbatch.
+      residuals: residuals that F keeps of one microbatch; of a slice, where sequences are cut, with
+        its share of what slices hand on and of its cotangent.
     """
 
     parameters: list[int]
@@ -123,10 +124,16 @@ def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> LayerBytes:
     layers, _ = traced.layers(pipe, batch, rng)
     kinds = [layers.kinds[number] for number in layers.kind_of]
     own, numbers = pipe.layout.layers.local, range(len(kinds))
+
+    def kept(kind: LayerKind) -> int:
+        residuals = tree_bytes([kind.split.until_b, kind.split.until_w])
+        carry = 0 if kind.carry is None else tree_bytes(kind.carry.shapes)
+        return residuals + 2 * carry // pipe.schedule.num_slices
+
     return LayerBytes(
         [tree_bytes(own.shape_of(n)) for n in numbers],
         [tree_bytes(own.shard_shape_of(n)) for n in numbers],
-        [tree_bytes([kind.split.until_b, kind.split.until_w]) for kind in kinds],
+        [kept(kind) for kind in kinds],
     )
 
 

@@ -19,7 +19,6 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import Batch, Key, Shapes
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.breadth_first import breadth_first
-from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 
 
@@ -175,10 +174,8 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     both_ways = any(
         tick.forward and tick.backward for tick in pipe.table.parts(gathers=False, reduces=False)
     )
-    if chunks > 1 and slices > 1:
-        schedule = interleaved(stages, 2, num_chunks=chunks, fused=fused, num_slices=slices)
-    elif chunks > 1 or not both_ways:
-        schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused)
+    if chunks > 1 or not both_ways:
+        schedule = breadth_first(stages, 2, num_chunks=chunks, fused=fused, num_slices=slices)
     if pipe.options.pair_layers:
         schedule = pipe.schedule
     elif pipe.table.num_slots["crossing"] > 1:

@@ -308,17 +308,10 @@ class LayerWork(Work):
         """Number of the slice within its sequence."""
         return self.cell.microbatch % self.fixed.setup.num_slices
 
-    def carry(self, x: Activation, microbatch: Batch, values: list[jax.Array]) -> Tree:
-        """The carry that F of a slice is given, from the values in its slot: a first slice has an
-        empty one."""
-        carry = self.kind.carry
-        assert carry is not None
-        empty, first = jax.tree.leaves(carry.empty(x, microbatch)), self.slice_number == 0
-        chosen = [
-            value if appended else jnp.where(first, start, value)
-            for value, start, appended in zip(values, empty, carry.appended, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(carry.shapes), chosen)
+    def carry(self, values: list[jax.Array]) -> Tree:
+        """The carry that the slice before has left, from the values in its slot."""
+        assert self.kind.carry is not None
+        return jax.tree.unflatten(jax.tree.structure(self.kind.carry.shapes), values)
 
     def carry_gradient(self, values: list[jax.Array]) -> Tree:
         """The carry's cotangent that the backward of a slice is given: zeros for a last slice."""

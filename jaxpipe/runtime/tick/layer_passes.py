@@ -205,7 +205,7 @@ def _forward(work: LayerWork, through: Through) -> Through:
     weights, message = tie(work.weights(), through.messages[INBOX[work.action]])
     x, context = fixed.activation(message, kind.x), work.context()
     if kind.carry is not None:
-        x = x, work.carry(x, context[0], *work.saved(through.carried, CARRY))
+        x = x, work.carry(*work.saved(through.carried, CARRY))
     args = work.params(weights), x, *context
     state = _layer_state(work, through)
     if fixed.setup.trains and work.action is fixed.setup.leaves:
