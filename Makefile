@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-slices study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices plan-memory published figures docs
+.PHONY: setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-breadth-first study-layered study-pipemare study-pipemare-quality study-hanayo study-controllable-memory study-measured-costs study-slices study-stability gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices plan-memory published figures docs lock
 
 setup: $(INSTALLED)
 
@@ -139,9 +139,18 @@ published: setup
 
 figures: setup
 	$(BIN)/python -m benchmarks.compared_schedules
+	$(BIN)/python -m benchmarks.example_pictures
+	$(BIN)/jaxpipe show zb-v --stages 4 --microbatches 8 --format svg --out docs/images/zb-v.svg
 	$(BIN)/jaxpipe show auto --stages 4 --microbatches 8 --costs 1,1.2,0.8 --format svg --out docs/images/auto.svg
 	$(BIN)/jaxpipe compare zb-v 1f1b --stages 4 --microbatches 8 --stage-costs 1,1.2,0.8 --layers 16 --out docs/images/zb-v-and-1f1b.html
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+# Versions for every Python and platform, for `pip install --constraint requirements.lock`.
+lock: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python -m uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
+		--extra test --extra docs --extra gpu --extra gpu-cuda13 --custom-compile-command 'make lock' \
+		--output-file requirements.lock pyproject.toml

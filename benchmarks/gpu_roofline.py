@@ -74,7 +74,7 @@ class Limits(NamedTuple):
     exposed: float
 
 
-# The least that was found, rounded up. Some shares are larger today: docs/benchmarks.md.
+# The least that was found, rounded up. Some shares are larger today: benchmarks/studies/h100.md.
 LIMITS = {
     "1x8 1f1b-fused, unrolled": Limits(1.47, 0, 0.023),
     "1x8 1f1b-fused, stacked": Limits(1.71, 405, 0.019),

@@ -39,6 +39,7 @@ from train import checks, configured, loop, run_folder
 from train.command_line import parse
 from train.config import Config
 from train.errors import ConfigError, NonFiniteLossError
+from train.goodput import Goodput
 from train.modes import Asynchronous, Synchronous, device_bytes
 from train.step import Setup
 from train.watchdog import Watchdog
@@ -133,7 +134,9 @@ def train(config: Config) -> dict[str, Any]:
     score, finished = None, True
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            score = loop.run(config, Watchdog(config.distributed.patience_seconds), resume=False)
+            score = loop.run(
+                config, Watchdog(config.distributed.patience_seconds), Goodput(), resume=False
+            )
     except NonFiniteLossError:
         finished = False
     path = Path(config.run_dir) / run_folder.METRICS_FILE

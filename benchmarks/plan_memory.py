@@ -60,7 +60,7 @@ def main(models: tuple[str, ...] = tuple(DEVICES), plans: int = 20) -> None:
     missed = []
     for name in models:
         configured, devices = read(CONFIGS / f"{name}.yaml"), cluster("h100", DEVICES[name])
-        sizes = configured.sizes(1, lambda share: None)
+        sizes = configured.sizes(1, 1, lambda share: None)
         goal = Goal(None, (sizes.batch_rows,))
         rows = []
         for found in search.search(sizes, [devices], goal, finalists=plans).best:

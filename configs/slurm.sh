@@ -5,9 +5,8 @@
 #   sbatch --nodes=4 configs/slurm.sh --config my.yaml        # another one, on 4 nodes
 #   sbatch configs/slurm.sh --config my.yaml --resume         # continue after a time limit
 #
-# mesh.stage x mesh.data must be the number of GPUs: nodes x 8 here. Devices are numbered node by
-# node, and the stages of a pipeline are consecutive devices: with mesh.stage=8 each node holds one
-# pipeline, and only the data axis crosses the network.
+# mesh.stage x mesh.data must be the number of GPUs: nodes x 8 here. Data shards lie within a node if it
+# has room for them, and stages then cross the network; --dry-run says which axes do.
 
 #SBATCH --job-name=jaxpipe
 #SBATCH --nodes=1

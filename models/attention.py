@@ -62,11 +62,14 @@ class Attention(nnx.Module):
             turns_H = rotary.frequencies(config, is_local=self.is_local)
             positions_T = start + context.own(jnp.arange(length * context.size), 0)
             q_BTNH, k_BTKH = (rotary.rotate(w, turns_H, positions_T) for w in (q_BTNH, k_BTKH))
-        attention = configured(config, self.is_local)
-        if config.attention_sinks:
-            attention = functools.partial(attention, sinks_N=self.sinks[...])
         mixed_BTNH, cache = attend(
-            context, attention, (q_BTNH, k_BTKH, v_BTKH), documents_BS, cache, start
+            context,
+            configured(config, self.is_local),
+            (q_BTNH, k_BTKH, v_BTKH),
+            documents_BS,
+            cache,
+            start,
+            sinks_N=self.sinks[...] if config.attention_sinks else None,
         )
         return self.out(mixed_BTNH.reshape(num_rows, length, -1), tensor.scatter), cache
 
@@ -90,11 +93,14 @@ def empty_cache(
     config: GPTConfig, sharing: Sharing, x_BTE: jax.Array, microbatch: Cache, num_slices: int
 ) -> dict[str, Appended]:
     """Makes the cache of a first slice, as `jaxpipe.Model.carry`."""
-    size = sharing.tensor.size
-    length = num_slices * x_BTE.shape[1] * size * sharing.context.size
-    heads, width = max(config.kv_heads // size, 1), config.head_width
+    size, context = sharing.tensor.size, sharing.context
+    length = num_slices * x_BTE.shape[1] * size * context.size
+    queries, heads, width = config.num_heads // size, config.kv_heads // size, config.head_width
     if config.kv_rank is not None:
-        heads, width = config.num_heads // size, config.score_width
+        heads, width = queries, config.score_width
+    heads = max(heads, 1)
+    if context.exchanges_heads(queries, heads):
+        heads //= context.size
     shape = x_BTE.shape[0], length, heads, width
     kept_BSKH = Appended(jnp.zeros(shape, config.compute_dtype))
     cache = {"keys": kept_BSKH, "values": kept_BSKH}
@@ -110,6 +116,8 @@ def attend(
     documents_BS: jax.Array | None,
     cache: Cache | None,
     start: jax.Array | int,
+    *,
+    sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs causal attention for a device's queries, over whole sequences or slices of them.
 
@@ -120,24 +128,35 @@ def attend(
       documents_BS: numbers of the documents of all tokens; None for one document per row.
       cache: what the slices before have left; None for whole sequences.
       start: position of the slice's first token.
+      sinks_N: as of `causal_attention`, for all heads.
 
     Returns:
       The mixed values, and the cache with the slice's part.
     """
-    if cache is None:
-        return context.attend(functools.partial(attention, documents_BS=documents_BS), *qkv), None
-    q_BTNH, *of_keys = qkv
-    new = dict(zip(("keys", "values"), map(context.gather, of_keys), strict=True))
-    if documents_BS is not None:
-        new["documents"] = documents_BS.astype(jnp.float32)
-    cache = {
-        name: jax.lax.dynamic_update_slice_in_dim(cache[name], part, start, axis=1)
-        for name, part in new.items()
-    }
-    positions_T = start + context.own(jnp.arange(new["keys"].shape[1]), 0)
-    keys_values = cache["keys"], cache["values"]
-    documents_BS = None if documents_BS is None else cache["documents"].astype(jnp.int32)
-    return attention(q_BTNH, *keys_values, positions_T, documents_BS=documents_BS), cache
+    q_BTNH, *keys_values = qkv
+    by_heads = context.exchanges_heads(q_BTNH.shape[2], keys_values[0].shape[2])
+    keys_values = list(map(context.by_heads if by_heads else context.gather, keys_values))
+    positions_T = None
+    if by_heads:
+        q_BTNH = context.by_heads(q_BTNH)
+        sinks_N = None if sinks_N is None else context.own_heads(sinks_N)
+    elif context.axis is not None:
+        positions_T = context.own(jnp.arange(keys_values[0].shape[1]), 0)
+    if cache is not None:
+        new = dict(zip(("keys", "values"), keys_values, strict=True))
+        if documents_BS is not None:
+            new["documents"] = documents_BS.astype(jnp.float32)
+        cache = {
+            name: jax.lax.dynamic_update_slice_in_dim(cache[name], part, start, axis=1)
+            for name, part in new.items()
+        }
+        positions_T = start + (jnp.arange(q_BTNH.shape[1]) if positions_T is None else positions_T)
+        keys_values = [cache["keys"], cache["values"]]
+        documents_BS = None if documents_BS is None else cache["documents"].astype(jnp.int32)
+    mixed_BTNH = attention(
+        q_BTNH, *keys_values, positions_T, documents_BS=documents_BS, sinks_N=sinks_N
+    )
+    return (context.by_tokens(mixed_BTNH) if by_heads else mixed_BTNH), cache
 
 
 def causal_attention(

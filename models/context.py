@@ -1,9 +1,11 @@
-"""Context parallelism: devices share a sequence, and attention gathers what their tokens see.
+"""Context parallelism: devices share a sequence, and attention exchanges what their tokens see.
 
 A causal token sees the tokens before it, so that late tokens see more. The sequence has 2 c equal
 parts, and device i of c has an early one, i, and a late one, 2 c - 1 - i; on every device these two
-together see equally many tokens. Only attention knows of this: queries are a device's own, keys and
-values are gathered (Llama Team 2024, section 3.3.2).
+together see equally many tokens. Only attention knows of this. Either queries are a device's own,
+and keys and values are gathered (Llama Team 2024, section 3.3.2); or, where that sends fewer bytes,
+devices exchange tokens for heads: each then has the whole sequence of some heads (Jacobs et al.
+2023, DeepSpeed Ulysses).
 
 Dimension suffixes: B rows, S the whole sequence, T a device's part of it, N heads, H head width.
 """
@@ -11,7 +13,6 @@ Dimension suffixes: B rows, S the whole sequence, T a device's part of it, N hea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -46,31 +47,42 @@ class Context:
         """Gathers the whole sequence [B, S, ...], in order."""
         if self.axis is None:
             return x_BT
-        num_rows, length, *dims = x_BT.shape
-        parts = x_BT.reshape(num_rows, 2, length // 2, *dims)
-        gathered = lax.all_gather(parts, self.axis, axis=1)
-        in_order = jnp.concatenate((gathered[:, :, 0], gathered[:, ::-1, 1]), axis=1)
-        return in_order.reshape(num_rows, length * self.size, *dims)
+        return self._in_order(lax.all_gather(x_BT, self.axis, axis=1, tiled=True))
 
-    def attend(
-        self,
-        attention: Callable[..., jax.Array],
-        q_BTNH: jax.Array,
-        k_BTNH: jax.Array,
-        v_BTNH: jax.Array,
-    ) -> jax.Array:
-        """Runs causal attention for a device's queries.
+    def exchanges_heads(self, num_heads: int, kv_heads: int) -> bool:
+        """Whether devices exchange tokens for heads: if these suffice and fewer bytes are sent.
 
-        Args:
-          attention: ``attention(q, k, v, positions)``, where queries stand at ``positions`` of the
-            sequence, and keys and values at its first ones; None where both are the same tokens.
-          q_BTNH, k_BTNH, v_BTNH: queries, keys and values of this device's tokens.
+        Gathering sends a device's keys and values to c - 1 others. An exchange sends them, the
+        queries and the mixed values once, but for 1/c.
         """
         if self.axis is None:
-            return attention(q_BTNH, k_BTNH, v_BTNH, None)
-        k_BSNH, v_BSNH = self.gather(k_BTNH), self.gather(v_BTNH)
-        positions_T = self.own(jnp.arange(k_BSNH.shape[1]), 0)
-        return attention(q_BTNH, k_BSNH, v_BSNH, positions_T)
+            return False
+        return kv_heads % self.size == 0 and num_heads + kv_heads <= self.size * kv_heads
+
+    def by_heads(self, x_BTNH: jax.Array) -> jax.Array:
+        """Exchanges this device's tokens of all heads for all tokens, in order, of its heads."""
+        assert self.axis is not None
+        return self._in_order(lax.all_to_all(x_BTNH, self.axis, 2, 1, tiled=True))
+
+    def by_tokens(self, x_BSNH: jax.Array) -> jax.Array:
+        """Undoes `by_heads`."""
+        assert self.axis is not None
+        num_rows, length, *dims = x_BSNH.shape
+        early, late = x_BSNH.reshape(num_rows, 2, self.size, -1, *dims).swapaxes(0, 1)
+        by_device = jnp.stack((early, late[:, ::-1]), axis=2).reshape(num_rows, length, *dims)
+        return lax.all_to_all(by_device, self.axis, 1, 2, tiled=True)
+
+    def own_heads(self, x_N: jax.Array) -> jax.Array:
+        """Takes the heads that this device has after `by_heads`."""
+        assert self.axis is not None
+        return x_N.reshape(self.size, -1)[lax.axis_index(self.axis)]
+
+    def _in_order(self, x_BS: jax.Array) -> jax.Array:
+        """Orders the tokens of a sequence that stand by device."""
+        num_rows, length, *dims = x_BS.shape
+        parts = x_BS.reshape(num_rows, self.size, 2, -1, *dims)
+        in_order = jnp.concatenate((parts[:, :, 0], parts[:, ::-1, 1]), axis=1)
+        return in_order.reshape(num_rows, length, *dims)
 
     def _part(self, length: int) -> int:
         parts = 2 * self.size

@@ -2,7 +2,10 @@
 
 import pkgutil
 import re
+import statistics
 from pathlib import Path
+
+import pytest
 
 import jaxpipe
 
@@ -58,14 +61,34 @@ def test_every_link_leads_to_a_file_and_a_section():
 
 
 def test_every_page_is_in_the_navigation():
-    pages = {path.relative_to(TOP / "docs").as_posix() for path in (TOP / "docs").rglob("*.md")}
-    navigation = (TOP / "mkdocs.yml").read_text(encoding="utf-8")
-    assert pages == set(re.findall(r"[\w/-]+\.md", navigation))
+    pages = {path.relative_to(TOP).as_posix().removeprefix("docs/") for path in _pages()}
+    pages |= {"index.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/first_pipeline.ipynb.md"}
+    navigation = (TOP / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert pages == set(re.findall(r"[\w/.-]+\.md", navigation))
 
 
 def test_every_design_note_is_linked_from_the_first_page():
     notes = {path.name for path in (TOP / "docs" / "design").glob("*.md")}
-    assert notes == set(re.findall(r"\(design/([\w-]+\.md)\)", _text("index.md")))
+    readme = (TOP / "README.md").read_text(encoding="utf-8")
+    assert notes == set(re.findall(r"\(docs/design/([\w-]+\.md)\)", readme))
+
+
+def test_the_ratios_among_alternatives_are_those_of_published_runs():
+    """Rows such as "| A, ... | ... | 1.30 to 1.78 | 1.43 |"."""
+    rows = re.findall(
+        r"^\|([A-Z])-[^|]*\|(?:[^|]*\|){4}([\d.]+)\|", _text("published.md"), re.MULTILINE
+    )
+    stated = re.findall(
+        r"^\| ([A-Z]),.* \| ([\d.]+) to ([\d.]+) \| ([\d.]+) \|$",
+        _text("alternatives.md"),
+        re.MULTILINE,
+    )
+    assert {letter for letter, *_ in stated} == {letter for letter, _ in rows}
+    for letter, *figures in stated:
+        ratios = [float(ratio) for run, ratio in rows if run == letter]
+        least, most, median = map(float, figures)
+        assert (least, most) == (min(ratios), max(ratios))
+        assert median == pytest.approx(statistics.median(ratios), abs=0.006)
 
 
 def test_the_reference_names_all_that_is_public_and_only_what_exists():
@@ -73,8 +96,12 @@ def test_the_reference_names_all_that_is_public_and_only_what_exists():
     text = "".join(map(Path.read_text, pages))
     names = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
     assert {f"jaxpipe.{name}" for name in jaxpipe.__all__} <= set(names)
+    shown = set(re.findall(r"^from (jaxpipe[\w.]*) import", _text("schedules.md"), re.MULTILINE))
     for name in names:
         assert pkgutil.resolve_name(name) is not None
+        module, _, last = name.rpartition(".")
+        public = module.count(".") <= 1 or module.endswith(f".{last}")  # the rest is internal
+        assert public or module in shown, name
     members = re.findall(r"^::: (\S+)\n +options:\n +members: \[(.+)\]$", text, re.MULTILINE)
     assert members
     for name, chosen in members:
@@ -83,7 +110,8 @@ def test_the_reference_names_all_that_is_public_and_only_what_exists():
 
 
 def _pages() -> list[Path]:
-    return [*(TOP / "docs").rglob("*.md"), *(TOP / "benchmarks" / "studies").glob("*.md")]
+    studies = (TOP / "benchmarks" / "studies").glob("*.md")
+    return [*(TOP / "docs").rglob("*.md"), *studies, TOP / "examples" / "README.md"]
 
 
 def _code_left_out(page: Path) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from mypy import api
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import jaxpipe
 from jaxpipe.cli import main
@@ -83,6 +85,42 @@ def test_the_extras_for_gpus_are_extras_of_jax():
     extras = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {re.match(r"jax\[(\w+)\]", *extras[name])[1] for name in ("gpu", "gpu-cuda13")}
     assert named == {"cuda12", "cuda13"} <= {*metadata("jax").get_all("Provides-Extra")}
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+def test_the_lock_has_a_version_of_every_requirement_that_fits(python):
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    resolved = extras.keys() - {"parity", "browser"}
+    texts = [*project["dependencies"], *(text for name in resolved for text in extras[name])]
+    versions = locked(python)
+    for requirement in map(Requirement, texts):
+        if requirement.name != "jaxpipe":
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_the_page_on_installation_has_the_versions_of_the_lock():
+    page = (TOP / "docs" / "installation.md").read_text()
+    rows = re.findall(r"^\| (3[\d., ]+) \|" + r" ([\d.]+)[^|]*\|" * 4 + "$", page, re.MULTILINE)
+    assert [pythons for pythons, *_ in rows] == ["3.11", "3.12, 3.13, 3.14"]
+    for pythons, *stated in rows:
+        for python in pythons.split(", "):
+            versions = locked(python)
+            names = "jax", "flax", "numpy", "jax-cuda12-plugin"
+            assert stated == [versions[name] for name in names]
+            assert versions["jax-cuda12-plugin"] == versions["jax-cuda13-plugin"]
+
+
+def locked(python: str) -> dict[str, str]:
+    """Reads the versions that the lock has for a Python on this platform."""
+    lines = (TOP / "requirements.lock").read_text().splitlines()
+    here = {"python_full_version": f"{python}.0", "python_version": python}
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    return {
+        canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate(here)
+    }
 
 
 def test_the_command_prints_its_version(capsys):

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxpipe import Checkpoints
-from jaxpipe.checkpoint import DamagedError, Found, reading
+from jaxpipe.checkpoint import DamagedError, Fetch, Found, reading
 from train import configured, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, refused
+from train.optimizers import AVERAGE
 from train.step import TrainState
 
 PyTree = Any
@@ -26,11 +30,21 @@ IN_FLIGHT = "in_flight"
 
 
 def checkpoints_in(
-    folder: Path, *, keep: int = 1, keep_every: int | None = None, read_only: bool = False
+    folder: Path,
+    *,
+    keep: int = 1,
+    keep_every: int | None = None,
+    read_only: bool = False,
+    fetch: Fetch | None = None,
 ) -> Checkpoints:
     """Opens the checkpoints of a run, also those that older versions wrote without checksums."""
     return Checkpoints(
-        folder, keep=keep, keep_every=keep_every, read_only=read_only, older=_check_description
+        folder,
+        keep=keep,
+        keep_every=keep_every,
+        read_only=read_only,
+        older=_check_description,
+        fetch=fetch,
     )
 
 
@@ -83,6 +97,37 @@ def restore(checkpoints: Checkpoints, step: int, shapes: PyTree) -> tuple[PyTree
             )
         state, data = checkpoints.restore_arrays(step, _as_dict(shapes))
         return TrainState(**state), data
+
+
+def restore_weights(
+    checkpoints: Checkpoints, step: int, shapes: dict[str, PyTree], *, averaged: bool
+) -> dict[str, PyTree]:
+    """Reads the weights of a checkpoint, without the rest of the optimizer's state.
+
+    Args:
+      checkpoints: where to read.
+      step: one of its steps.
+      shapes: shapes of ``params`` and, if the layers have states, ``layers``, with shardings.
+      averaged: read the moving average of the parameters in their place, without the bias towards
+        zero with which it begins; states of layers are the latest.
+
+    Returns:
+      The arrays by the same names.
+
+    Raises:
+      ValueError: the run kept no average.
+    """
+    if not averaged:
+        return checkpoints.restore_parts(step, shapes)
+    decay = Config(**description(checkpoints, step)["config"]).optimizer.ema_decay
+    if not decay:
+        raise ValueError("The run keeps no average of its weights: its optimizer.ema_decay is 0.")
+    average = {"count": np.zeros((), np.int32), "ema": shapes["params"]}
+    states = {name: shapes[name] for name in shapes.keys() - {"params"}}
+    arrays = checkpoints.restore_parts(step, states | {"optimizer": {AVERAGE: average}})
+    average = arrays.pop("optimizer")[AVERAGE]
+    share = 1 - decay ** int(average["count"])
+    return arrays | {"params": jax.tree.map(lambda leaf: leaf / share, average["ema"])}
 
 
 @contextlib.contextmanager
@@ -218,7 +263,7 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
             f"{config.run_dir}.",
             (f"optimizer.{name}",),
         )
-        for name in ("name", "arguments")
+        for name in ("name", "arguments", "ema_decay")
         if (now := getattr(config.optimizer, name)) != (then_ := getattr(before.optimizer, name))
     ]
     if saved["data_sha256"] != data_sha256:

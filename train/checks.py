@@ -101,7 +101,7 @@ def check(
         _schedule,
         _asynchronous,
         _balanced,
-        _slices,
+        slices,
         _alike,
         _compute_dtype,
         _update,
@@ -562,7 +562,7 @@ def _balanced(config: Config) -> Iterator[Failure]:
         )
 
 
-def _slices(config: Config) -> Iterator[Failure]:
+def slices(config: Config) -> Iterator[Failure]:
     """Checks that sequences can be cut into slices, and these over devices."""
     path, number = "pipeline.sequence_slices", config.pipeline.sequence_slices
     if number == 1:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pydantic_core
 import yaml
 
-from train import tasks
+from train import object_store, tasks
 
 Number = bool | int | float | str | None
 """An argument of a function of optax; text names a dtype, for example."""
@@ -131,8 +132,8 @@ class PipelineConfig(Section):
     """Slices into which the sequences of a microbatch are cut, for long ones (task gpt). A slice
     keeps its share of a microbatch's activations, and bubbles are that much shorter; keys and
     values of the slices before stay on their stage. Experts are balanced, and their capacities
-    counted, slice by slice. gpipe, 1f1b, interleaved, breadth-first, modular, zb-h1, zb-h2 and
-    interleaved-zb read it; model.sequence_length must be a multiple."""
+    counted, slice by slice. gpipe, 1f1b, interleaved, breadth-first, modular, zb-h1, zb-h2,
+    interleaved-zb and auto read it, and model.sequence_length must be a multiple."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
     """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
     partition: str = "flops"
@@ -259,6 +260,10 @@ class OptimizerConfig(Section):
     skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
     skip_above: NonNegative = 0.0
     """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
+    ema_decay: Beta = 0.0
+    """Decay of an exponential moving average of the weights, a part of the optimizer's state that
+    takes 4 bytes per parameter. init_from, --evaluate and train.export read it as FOLDER@ema. 0 is
+    off."""
     offload: bool = False
     """Keep the optimizer's state in the host's memory, and fetch it for the update of every step.
     """
@@ -335,13 +340,14 @@ class Config(Section):
     """Everything that decides a run."""
 
     run_dir: str = "runs/gpt"
-    """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule."""
+    """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule. Or
+    s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, for which TMPDIR holds a copy while it trains."""
     task: str = "gpt"
     """Task to train: the name of a file in train/tasks, or module:Class of your own."""
     init_from: str | None = None
     """The weights to begin with: a Hugging Face folder; or the folder of a run, whose latest
-    checkpoint is meant, or FOLDER@best or FOLDER@STEP. They decide the model's fields that are not
-    given. None draws the weights."""
+    checkpoint is meant, or FOLDER@best or FOLDER@STEP; with @ema behind, the moving average of its
+    weights. They decide the model's fields that are not given. None draws the weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True
@@ -374,6 +380,11 @@ class Config(Section):
         if "task" not in info.data:  # it is unknown, and so are the fields
             return Section()
         return tasks.find(info.data["task"]).section().model_validate(value)
+
+    @property
+    def folder(self) -> Path:
+        """Folder on this machine where the run reads and writes its files."""
+        return object_store.local_folder(self.run_dir)
 
     @property
     def num_layers(self) -> int:

@@ -33,7 +33,8 @@ class Options:
     """Writes the model of a run as a folder that the transformers library loads."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """The run's folder, whose latest checkpoint is meant; or FOLDER@best, or FOLDER@STEP."""
+    """The run's folder, whose latest checkpoint is meant; or FOLDER@best, or FOLDER@STEP.
+    FOLDER@ema, FOLDER@best@ema and FOLDER@STEP@ema are the moving average of its weights."""
     out: Path
     """Folder to write; a model in it is replaced."""
     data_path: Path | None = None
@@ -64,8 +65,8 @@ def export(options: Options) -> str:
     """
     source = initial.parse(options.run)
     if not source.is_run:
-        raise ValueError(f"{source.folder} is no run: it holds no {run_folder.CHECKPOINTS}.")
-    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+        raise ValueError(f"{source.name} is no run: it holds no {run_folder.CHECKPOINTS}.")
+    checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
     checkpoint.require_drained(saved, step)
@@ -75,19 +76,18 @@ def export(options: Options) -> str:
     tokenizer = task.exported_tokenizer(folder)
     if tokenizer is not None and tokenizer.sha256 != saved["data_sha256"]:
         raise ValueError(
-            f"{folder} has another tokenizer than {source.folder} was trained with. Name the "
+            f"{folder} has another tokenizer than {source.name} was trained with. Name the "
             "prepared folder of the run with --data-path."
         )
     ids = TokenIds() if tokenizer is None else TokenIds(**tokenizer.token_ids)
-    arrays = checkpoints.restore_parts(step, _shapes(task))
+    shapes = _shapes(task)
+    arrays = checkpoint.restore_weights(checkpoints, step, shapes, averaged=source.averaged)
     params, layers = arrays["params"], arrays.get("layers")
     hugging_face.save(options.out, task.shape, params, layers, token_ids=ids)
     if tokenizer is not None:
         _write(options.out, tokenizer)
-    parts = "weights and configuration"
-    if tokenizer is not None:
-        parts = "weights, configuration, tokenizer"
-    return f"{options.out}: {parts} of {source.folder}, step {step}"
+    parts = f"{source.what}, configuration{', tokenizer' if tokenizer is not None else ''}"
+    return f"{options.out}: {parts} of {source.name}, step {step}"
 
 
 def _shapes(task: Any) -> dict[str, PyTree]:

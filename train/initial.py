@@ -17,17 +17,18 @@ from rich.console import Console
 
 from jaxpipe import Checkpoints, load_params
 from models import hugging_face
-from train import checkpoint, run_folder, tasks
+from train import checkpoint, mirror, run_folder, tasks
 from train.command_line import load_yaml
 from train.config import Config, upgraded
 from train.data.folder import TOKENIZER_FILE
 from train.errors import ConfigError, Failure, refused
 from train.metrics import say
+from train.object_store import is_url
 from train.step import Setup, TrainState
 
 PyTree = Any
 
-LATEST, BEST = "latest", "best"
+LATEST, BEST, EMA = "latest", "best", "ema"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +38,33 @@ class Source:
     Args:
       folder: a Hugging Face folder or that of a run.
       which: one of the run's checkpoints: `LATEST`, `BEST`, or a step.
+      averaged: whether the moving average of its weights is meant.
+      copy: what the folder is of a run in an object store; None for any other.
     """
 
     folder: Path
     which: str = LATEST
+    averaged: bool = False
+    copy: mirror.Copy | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The folder or the URL that was given."""
+        return str(self.folder) if self.copy is None else self.copy.store.url
 
     @property
     def is_run(self) -> bool:
         return (self.folder / run_folder.CHECKPOINTS).is_dir()
+
+    @property
+    def what(self) -> str:
+        return "average of the weights" if self.averaged else "weights"
+
+    def checkpoints(self) -> Checkpoints:
+        """Opens the run's checkpoints to read them."""
+        folder = self.folder / run_folder.CHECKPOINTS
+        fetch = None if self.copy is None else self.copy.fetch
+        return checkpoint.checkpoints_in(folder, read_only=True, fetch=fetch)
 
     def find(self, checkpoints: Checkpoints) -> int:
         """Returns the step that is meant; every process must ask.
@@ -60,22 +80,35 @@ class Source:
         else:
             step, why = int(self.which), ""
         if step is None:
-            raise ValueError(f"{self.folder} has no {self.which} checkpoint: {why}.")
-        return checkpoints.whole(step)
+            raise ValueError(f"{self.name} has no {self.which} checkpoint: {why}.")
+        step = checkpoints.whole(step)
+        if self.copy is not None:  # process 0 has completed its own; each process has one
+            self.copy.fetch(step)
+        return step
 
 
 def parse(text: str) -> Source:
-    """Reads ``FOLDER``, ``FOLDER@latest``, ``FOLDER@best`` or ``FOLDER@STEP``.
+    """Reads ``FOLDER``, ``FOLDER@latest``, ``FOLDER@best`` or ``FOLDER@STEP``; ``@ema`` may follow.
+
+    A URL is copied.
+
+    Raises:
+      ValueError: a URL that cannot be read.
 
     Example:
       >>> parse("runs/gpt@300")
-      Source(folder=PosixPath('runs/gpt'), which='300')
+      Source(folder=PosixPath('runs/gpt'), which='300', averaged=False)
     """
     folder, _, which = text.rpartition("@")
+    if folder and which == EMA and not Path(text).exists():
+        return dataclasses.replace(parse(folder), averaged=True)
     is_named = which in (LATEST, BEST) or (which.isascii() and which.isdecimal())
-    if folder and is_named and not Path(text).exists():
+    if not (folder and is_named) or Path(text).exists():
+        folder, which = text, LATEST
+    if not is_url(folder):
         return Source(Path(folder), which)
-    return Source(Path(text))
+    copy = mirror.read_only(folder)
+    return Source(copy.folder, which, copy=copy)
 
 
 def described(source: Source) -> tuple[str, dict[str, Any]]:
@@ -90,6 +123,8 @@ def described(source: Source) -> tuple[str, dict[str, Any]]:
         return config.task, config.model.model_dump()
     if not source.folder.is_dir():
         raise ValueError("there is no such folder.")
+    if source != Source(source.folder):
+        raise ValueError(f"{source.folder} is no run: it has no checkpoints to choose from.")
     shape = hugging_face.Folder(source.folder).config
     named = {name: tasks.find(name) for name in tasks.names()}
     (name,) = (name for name, task in named.items() if type(task.default) is type(shape))
@@ -121,10 +156,11 @@ def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why a run cannot begin with these weights; nothing if it has already begun."""
-    if config.init_from is None or (resume and _has_begun(config)):
+    if config.init_from is None or (resume and run_folder.has_begun(config)):
         return
-    source, what = parse(config.init_from), f"init_from={config.init_from}"
+    what = f"init_from={config.init_from}"
     try:
+        source = parse(config.init_from)
         task, model = described(source)
     except ValueError as error:
         yield from (Failure(f"{what}: {line}", ("init_from",)) for line in str(error).split("\n"))
@@ -133,11 +169,6 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     tokenizer = source.folder / TOKENIZER_FILE
     if tasks.find(config.task).data_kind == "text" and tokenizer.is_file() and not source.is_run:
         yield from _other_tokenizer(config, tokenizer)
-
-
-def _has_begun(config: Config) -> bool:
-    folder = Path(config.run_dir) / run_folder.CHECKPOINTS
-    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
 
 
 def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterator[Failure]:
@@ -188,8 +219,8 @@ def state(setup: Setup, console: Console) -> TrainState:
     config = setup.config
     if config.init_from is None:
         return setup.init()
-    source = parse(config.init_from)
     try:
+        source = parse(config.init_from)
         if source.is_run:
             params, layers = _from_run(setup, source, console)
         else:
@@ -217,7 +248,7 @@ def _from_hugging_face(setup: Setup, path: Path, console: Console) -> tuple[PyTr
 def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, PyTree]:
     """Reads placed parameters and canonical states of another run."""
     config = setup.config
-    checkpoints = checkpoint.checkpoints_in(source.folder / run_folder.CHECKPOINTS, read_only=True)
+    checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)
     then = Config(**saved["config"])
@@ -228,11 +259,11 @@ def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, P
         failures.append(_tokenizer_failure(config, then.data.path))
     if failures:
         raise ConfigError(failures)
-    say(console, f"weights of {source.folder}, step {step}")
+    say(console, f"{source.what} of {source.name}, step {step}")
     shapes = setup.canonical_shapes
     wanted = {"params": shapes.params} | (
         {} if shapes.layers is None else {"layers": shapes.layers}
     )
-    arrays = checkpoints.restore_parts(step, wanted)
+    arrays = checkpoint.restore_weights(checkpoints, step, wanted, averaged=source.averaged)
     place = jax.jit(setup.pipe.place, out_shardings=setup.state_shardings.params)
     return place(arrays["params"]), arrays.get("layers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import shutil
 import time
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe import Checkpoints
 from jaxpipe.asynchronous import steady_text
+from jaxpipe.checkpoint import Fetch
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from train import checkpoint, configured, distributed, evaluation, initial, noise, run_folder
@@ -24,9 +26,12 @@ from train.config import Config
 from train.configured import Choice
 from train.data import stream
 from train.errors import ConfigError, Failure, NonFiniteLossError, named_values
+from train.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
 from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
+from train.mirror import mirrored
 from train.modes import Mode, Modes, layout_of
-from train.profile import Profile, check_processes, write_timeline
+from train.object_lock import ObjectLock
+from train.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
 from train.run_lock import RunLock
 from train.step import Setup
 from train.stop import StopRequest
@@ -36,7 +41,7 @@ from train.watchdog import Watchdog, stages_by_process
 _CHECKPOINTS_AT_ONCE = 2
 
 
-def take_folder(lock: RunLock, config: Config, *, resume: bool) -> None:
+def take_folder(lock: RunLock | ObjectLock, config: Config, *, resume: bool) -> None:
     """Locks the run folder before anything in it is read or written."""
     if failures := list(run_folder.misplaced(config)):
         raise ConfigError(failures)
@@ -69,11 +74,13 @@ class Start:
       step: optimizer steps already done.
       changes: settings that differ from the checkpoint's.
       in_flight: whether the checkpoint holds a pipeline that was not drained.
+      ended: whether the run had done all its steps.
     """
 
     step: int = 0
     changes: tuple[str, ...] = ()
     in_flight: bool = False
+    ended: bool = False
 
 
 def find_start(
@@ -95,12 +102,13 @@ def find_start(
         if layout is not None:
             now = layout_of(setup)
             failures += checkpoint.other_layout(layout, now, step=step)
-        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None)
+        ended = step == saved["config"]["train"]["steps"]
+        start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None, ended)
     elif resume:
         failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
-        failures += run_folder.lost_checkpoints(Path(config.run_dir)) if not failures else []
+        failures += run_folder.lost_checkpoints(config) if not failures else []
     if resume:
-        failures += run_folder.would_fail_again(Path(config.run_dir), config, step=start.step)
+        failures += run_folder.would_fail_again(config, step=start.step)
     if start.step > config.train.steps:
         failures.append(
             Failure(
@@ -119,7 +127,7 @@ def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
     needed = _CHECKPOINTS_AT_ONCE * max(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in saved
     )
-    folder = Path(config.run_dir).absolute()
+    folder = config.folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free >= needed:
@@ -136,7 +144,7 @@ def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
 def prepare_folder(setup: Setup) -> None:
     """Writes the resolved configuration, the schedule that was chosen, and its picture."""
     config = setup.config
-    folder = Path(config.run_dir)
+    folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
     configured.write_choice(folder / run_folder.CHOICE_FILE, config, setup.choice)
     if configured.is_asynchronous(config):
@@ -161,12 +169,13 @@ def headline(setup: Setup) -> str:
     )
 
 
-def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
+def run(config: Config, watchdog: Watchdog, goodput: Goodput, *, resume: bool) -> float | None:
     """Trains as configured, or continues a run.
 
     Args:
       config: a checked configuration; jax already has the devices.
       watchdog: watches the other processes.
+      goodput: the clock of this process, since its start.
       resume: continue from the newest whole checkpoint in the run folder, if there is any.
 
     Returns:
@@ -179,17 +188,27 @@ def run(config: Config, watchdog: Watchdog, *, resume: bool) -> float | None:
       NonFiniteLossError: a loss or gradient norm is not finite.
     """
     console = Console(quiet=jax.process_index() != 0)
-    lock = RunLock(Path(config.run_dir), say=lambda text: say(console, text))
+    show = functools.partial(say, console)
+    lock = run_folder.lock(config, say=show)
     try:
         distributed.from_first(lambda: take_folder(lock, config, resume=resume))
-        return _run(config, console, watchdog, resume=resume)
+        with mirrored(config, lock, say=show) as fetch:
+            return _run(config, console, watchdog, goodput, resume=resume, fetch=fetch)
     finally:
         lock.release()
 
 
-def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) -> float | None:
+def _run(
+    config: Config,
+    console: Console,
+    watchdog: Watchdog,
+    goodput: Goodput,
+    *,
+    resume: bool,
+    fetch: Fetch | None,
+) -> float | None:
     is_writer = jax.process_index() == 0
-    folder = Path(config.run_dir)
+    folder = config.folder
     recorded = None
     if resume:
         recorded = recorded_choice(folder / run_folder.CHOICE_FILE, config, console)
@@ -197,14 +216,17 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
     digest = setup.task.data_digest()
     modes = Modes(setup)
     checkpoints = checkpoint.checkpoints_in(
-        folder / run_folder.CHECKPOINTS, keep=config.train.keep, keep_every=config.train.keep_every
+        folder / run_folder.CHECKPOINTS,
+        keep=config.train.keep,
+        keep_every=config.train.keep_every,
+        fetch=fetch,
     )
     begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
     say(console, headline(setup))
     if resume:
         for note in checkpoints.found.notes():
             say(console, note)
-        say(console, f"resuming {folder} at step {begin.step}")
+        say(console, f"resuming {config.run_dir} at step {begin.step}")
         for change in begin.changes:
             say(console, f"changed since: {change}")
     if is_writer:
@@ -212,11 +234,17 @@ def _run(config: Config, console: Console, watchdog: Watchdog, *, resume: bool) 
     describe = checkpoint.describe(config, data_sha256=digest)
     trainer = None
     try:
-        with checkpoints, Metrics(config, last_step=begin.step, is_writer=is_writer) as metrics:
+        last, ended = begin.step, begin.ended
+        with (
+            checkpoints,
+            Metrics(config, goodput, last_step=last, ended=ended, is_writer=is_writer) as metrics,
+        ):
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
             with watchdog.explained():
                 trainer.begin(begin)
-                score = trainer.finish() if trainer.train() else None
+                is_done = trainer.train()
+                say(console, str(goodput))
+                score = trainer.finish() if is_done else None
     except NonFiniteLossError as error:
         if is_writer:
             run_folder.note_failure(folder, error, describe["config"])
@@ -239,7 +267,7 @@ class Trainer:
       setup: what to run.
       modes: the modes of the run.
       checkpoints: where to save.
-      metrics: where numbers are written.
+      metrics: where numbers are written, with the clock of the run.
       console: where lines are printed; quiet on all processes but the first.
       describe: the description of the run in its checkpoints.
       watchdog: watches the other processes.
@@ -260,6 +288,7 @@ class Trainer:
         watchdog.stages = stages_by_process(setup.mesh)
         self.setup, self.modes, self.config = setup, modes, setup.config
         self.checkpoints, self.metrics = checkpoints, metrics
+        self.goodput = metrics.goodput
         self.console, self.describe = console, describe
         self.files = run_folder.WrittenFiles(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
@@ -275,7 +304,7 @@ class Trainer:
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
-        self.noise = noise.Gauge(setup, Path(self.config.run_dir) / run_folder.METRICS_FILE)
+        self.noise = noise.Gauge(setup, self.config.folder / run_folder.METRICS_FILE)
         self.mode: Mode
         self.carried: Any
         self.compiled: Any
@@ -287,7 +316,8 @@ class Trainer:
             self._enter(lambda mode: mode.begin(initial.state(self.setup, self.console), 0))
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
-        saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
+        with self.goodput.on(CHECKPOINT):
+            saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
         with checkpoint.readable(start.step):
             stream.continue_at(self.stream, position)
         carried = kept.from_saved(saved, start.step)
@@ -299,7 +329,7 @@ class Trainer:
     def _enter(self, begin: Callable[[Mode], Any]) -> None:
         """Continues in the mode that follows this step."""
         self.watchdog.at("compiling")
-        with announced(self.console, "the training step"):
+        with self.goodput.on(COMPILE), announced(self.console, "the training step"):
             self.mode = self.modes.after(self.step)
             self.compiled = self.mode.compile()
             self.noise.compile()
@@ -324,6 +354,7 @@ class Trainer:
     def train(self) -> bool:
         """Runs the remaining steps; returns False if it was asked to stop before the last."""
         config, last = self.config.train, self.config.train.steps
+        self.goodput.enter(STEP)
         unread: tuple[int, Any] | None = None
         clock = Clock()
         with self._bar() as bar, Profile(self.config) as profile:
@@ -336,14 +367,14 @@ class Trainer:
                     self._switch()
                     clock = Clock()
                 given = self._global(next(self.stream)), self.setup.rng(self.step)
-                if self.step + 1 == config.timeline_at:
-                    with announced(self.console, "the step's timeline"):
-                        write_timeline(self.setup, self.carried, *given)
+                measured = self._stages(*given)
+                if measured:
                     clock = Clock()
                 profile.before(self.step + 1, self.carried)
-                gauged = self.noise.before(self.step + 1, self.carried, *given)
-                self.carried, values = self.compiled(self.carried, *given)
-                values |= gauged
+                measured |= self.noise.before(self.step + 1, self.carried, *given)
+                with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                    self.carried, values = self.compiled(self.carried, *given)
+                values |= measured
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
@@ -367,7 +398,8 @@ class Trainer:
                 if self.step == last:
                     numbers |= self._end()
                 self.evaluated = self._heldout(config.eval_batches) if evaluates else {}
-                entries = numbers | self.evaluated | {"speed": speed.recorded()}
+                times = {"goodput": self.goodput.share, SECONDS: self.goodput.seconds()}
+                entries = numbers | self.evaluated | {"speed": speed.recorded()} | times
                 self._write(self.step, entries)
                 self.check_folder()
                 self.checkpoints.check()
@@ -384,6 +416,15 @@ class Trainer:
                     )
                     return False
         return True
+
+    def _stages(self, batch: Any, rng: jax.Array | None) -> dict[str, Any]:
+        """Measures the time of each stage before the step that the configuration names."""
+        if self.step + 1 != self.config.train.timeline_at:
+            return {}
+        with self.goodput.on(COMPILE), announced(self.console, "the step's timeline"):
+            seconds = write_timeline(self.setup, self.carried, batch, rng)
+        say(self.console, slowest(self.setup, seconds))
+        return {STAGE_SECONDS: seconds}
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""
@@ -413,17 +454,18 @@ class Trainer:
         evaluated = self.evaluated or self._heldout(num_batches)
         self.watchdog.at(f"saving step {self.step}")
         is_whole = bool(self.evaluated) or num_batches == self.config.train.eval_batches
-        checkpoint.save(
-            self.checkpoints,
-            self.step,
-            self.mode.to_saved(self.carried),
-            data=self.stream.get_state(),
-            run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
-            eval_loss=evaluated["eval_loss"] if is_whole else None,
-        )
+        with self.goodput.on(CHECKPOINT):
+            checkpoint.save(
+                self.checkpoints,
+                self.step,
+                self.mode.to_saved(self.carried),
+                data=self.stream.get_state(),
+                run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
+                eval_loss=evaluated["eval_loss"] if is_whole else None,
+            )
         self.saved_at = time.monotonic()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
-            run_folder.note_saved(Path(self.config.run_dir), max(whole))
+            run_folder.note_saved(self.config.folder, max(whole))
 
     def check_folder(self) -> None:
         """Raises ConfigError if the run folder that this process writes is gone."""
@@ -432,7 +474,7 @@ class Trainer:
 
     def note_saved(self) -> None:
         """Records that the last checkpoint is whole; raises ConfigError if it is gone."""
-        folder = Path(self.config.run_dir)
+        folder = self.config.folder
         if self.step not in self.checkpoints.steps:
             path = folder / run_folder.CHECKPOINTS / str(self.step)
             raise ConfigError([run_folder.removed(self.config, path)])
@@ -445,8 +487,11 @@ class Trainer:
     def _heldout(self, num_batches: int) -> dict[str, Any]:
         """Evaluates held-out batches; returns their means of loss and metrics, as recorded."""
         self.watchdog.at(f"evaluating step {self.step}")
-        state, _ = self.mode.settle(self.carried)
-        means = evaluation.means(self.setup, state, self.heldout, num_batches)
+        with self.goodput.on(COMPILE):
+            _ = self.setup.evaluate  # the first time
+        with self.goodput.on(EVALUATION):
+            state, _ = self.mode.settle(self.carried)
+            means = evaluation.means(self.setup, state, self.heldout, num_batches)
         self._check_finite(self.step, {"held-out loss": float(means["loss"])})
         return {f"eval_{name}": recorded(value) for name, value in means.items()}
 
@@ -470,6 +515,7 @@ class Trainer:
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
         self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
         self.watchdog.done(step)
+        numbers |= {STAGE_SECONDS: values.get(STAGE_SECONDS)}
         return numbers | self.noise.after(values)
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Output of numbers: metrics.jsonl, TensorBoard, Weights & Biases, the printed lines, and speed."""
+"""Output of numbers: metrics.jsonl, TensorBoard, Weights & Biases, Prometheus, printed lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -16,12 +17,14 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+import prometheus_client
 from rich.console import Console
 
 from jaxpipe.errors import printable
 from jaxpipe.files import write_whole
 from train import run_folder
 from train.config import Config
+from train.goodput import SECONDS, UNIX_TIME, Goodput
 from train.step import Setup
 
 _FLUSH_SECONDS = 10
@@ -144,14 +147,18 @@ def truncate(path: Path, *, last_step: int) -> None:
       path: metrics.jsonl; it may be missing.
       last_step: the step to continue from.
     """
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + b"\n")
-    write_whole(path, b"".join(kept))
+    if path.exists():
+        kept = [line for line, record in _records(path) if record["step"] <= last_step]
+        write_whole(path, b"".join(kept))
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields the records in metrics.jsonl, each with its line; none if there is no file."""
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield line + b"\n", record
 
 
 class _Board:
@@ -190,6 +197,36 @@ class _Board:
         self._writer.write_event(self._event(wall_time=time.time(), step=step, **content))
 
 
+class _Gauges:
+    """The newest numbers of a run in Prometheus' text format, in a file that is replaced whole.
+
+    A file asks for no port and no thread, any number of runs on a host have one each, and it stays
+    when the run ends. The textfile collector of Prometheus' node exporter reads it.
+
+    Args:
+      path: the file.
+      run: value of the label ``run``.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run = path, run
+        self._registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, prometheus_client.Gauge] = {}
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Sets numbers by name; those of other names stay."""
+        for name, value in values.items():
+            name = "jaxpipe_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+            if name not in self._gauges:
+                self._gauges[name] = prometheus_client.Gauge(
+                    name, "As in metrics.jsonl.", ["run"], registry=self._registry
+                )
+            self._gauges[name].labels(self._run).set(value)
+
+    def write(self) -> None:
+        prometheus_client.write_to_textfile(str(self._path), self._registry)
+
+
 class Metrics:
     """Writes every step's numbers; does nothing on any process but the first.
 
@@ -197,31 +234,41 @@ class Metrics:
 
     Args:
       config: names the run folder, and the wandb project if any.
+      goodput: the clock of the run, which continues that of the records.
       last_step: the step to continue from; later records are removed.
+      ended: whether the run had done all its steps before.
       is_writer: whether this process writes.
     """
 
-    def __init__(self, config: Config, *, last_step: int, is_writer: bool) -> None:
+    def __init__(
+        self, config: Config, goodput: Goodput, *, last_step: int, ended: bool, is_writer: bool
+    ) -> None:
+        self.goodput = goodput
         self._open = contextlib.ExitStack()
         self._file: TextIO | None = None
         self._board: _Board | None = None
+        self._gauges: _Gauges | None = None
         self._wandb: Any = None
         if not is_writer:
             return
-        folder = Path(config.run_dir)
+        folder = config.folder
         path = folder / run_folder.METRICS_FILE
+        records = (record for _, record in _records(path))
+        goodput.resume(records, step=last_step, ended=ended)
         truncate(path, last_step=last_step)
         # Buffered by line, so that every step a killed run has printed is on disk.
         self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))
         self._board = _Board(folder / run_folder.TENSORBOARD, first_step=last_step + 1)
         self._open.callback(self._board.close)
+        name = folder.resolve().name
+        self._gauges = _Gauges(folder / run_folder.GAUGES_FILE, name)
         if config.wandb.project is not None:
             wandb = importlib.import_module("wandb")
             self._wandb = wandb.init(
                 project=config.wandb.project,
-                dir=config.run_dir,
+                dir=str(folder),
                 config=config.model_dump(),
-                id=folder.resolve().name,
+                id=name,
                 resume="allow",
             )
             self._open.callback(self._wandb.finish)
@@ -238,14 +285,18 @@ class Metrics:
         Args:
           step: optimizer steps done.
           values: values by name; None is left out, and each number of a list or of a mapping is a
-            curve of its own.
+            curve of its own. Values with the run's clock are those of a printed line.
         """
-        if self._file is None or self._board is None:
+        if self._file is None or self._board is None or self._gauges is None:
             return
         present = {name: value for name, value in values.items() if value is not None}
         curves = dict(_curves(present))
-        self._file.write(json.dumps({"step": step, **present}, allow_nan=False) + "\n")
+        times = {"step": step, UNIX_TIME: time.time()}
+        self._file.write(json.dumps(times | present, allow_nan=False) + "\n")
         self._board.write(step, curves)
+        self._gauges.set(times | curves)
+        if SECONDS in present:
+            self._gauges.write()
         if self._wandb is not None:
             self._wandb.log(curves, step=step)
 

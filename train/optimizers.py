@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from train import configured
 from train.config import Config, OptimizerConfig
 from train.errors import Failure
 
+AVERAGE = "average"
+"""The entry of the optimizer's state with the moving average of the weights, if there is one."""
 _ADAMW, _WARMUP_COSINE = "adamw", "warmup_cosine"
 _UNFIT = frozenset(
     {
@@ -98,6 +100,13 @@ def failures(config: Config) -> Iterator[Failure]:
             ("optimizer.max_skipped", "pipeline.update"),
         )
     yield from _offload(config)
+    if settings.ema_decay and configured.is_asynchronous(config):
+        yield Failure(
+            f"optimizer.ema_decay={settings.ema_decay} averages weights as the optimizer leaves "
+            f"them, and pipeline.schedule={config.pipeline.schedule} scales its updates after "
+            "that. Nearest valid: optimizer.ema_decay=0.",
+            ("optimizer.ema_decay", "pipeline.schedule"),
+        )
     if settings.skip_above and not settings.max_skipped:
         yield Failure(
             f"optimizer.skip_above={settings.skip_above} has no effect with optimizer.max_skipped=0"
@@ -207,8 +216,26 @@ def make_optimizer(
     if clips and config.clip_norm:
         clip = optax.clip_by_global_norm(config.clip_norm)
     if config.name != _ADAMW:
-        return optax.chain(clip, named()[config.name](rate, **config.arguments))
+        made = optax.chain(clip, named()[config.name](rate, **config.arguments))
+    else:
+        made = optax.chain(clip, *_adamw(config, rate))
+    if not config.ema_decay:
+        return made
+    return optax.named_chain(("optimizer", made), (AVERAGE, _average(config.ema_decay)))
 
+
+def _average(decay: float) -> optax.GradientTransformation:
+    """Keeps the moving average of the weights after each step, as `optax.ema` does of updates."""
+    ema = optax.ema(decay)
+
+    def update(updates: Any, state: optax.EmaState, params: Any) -> tuple[Any, optax.EmaState]:
+        _, state = ema.update(optax.apply_updates(params, updates), state)
+        return updates, state
+
+    return optax.GradientTransformation(ema.init, update)
+
+
+def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> Sequence[optax.GradientTransformation]:
     def decay(updates: Any, params: Any) -> Any:
         return jax.tree.map(
             lambda update, weight: (
@@ -218,9 +245,8 @@ def make_optimizer(
             params,
         )
 
-    return optax.chain(
-        clip,
+    return [
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2),
         optax.stateless(decay),
         optax.scale_by_learning_rate(rate),
-    )
+    ]

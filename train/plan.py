@@ -5,6 +5,7 @@ The library finds `read` by an entry point (``jaxpipe.configurations`` in pyproj
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -34,12 +35,13 @@ from jaxpipe.testing import simulate_devices
 from train import checks, command_line, configured, errors, tasks
 from train.config import Config
 from train.optimizers import learning_rate, make_optimizer, num_moments
+from train.task import Task
 
 _REMATS = ("none", "dots", "full")
 _TAKEN_FOR = "cpu"
 """Device that stands for those that are not in the table, such as simulated ones."""
 _MOST_SHARING = 8
-"""Most devices that share a layer: no more than a host has."""
+"""Most devices that share a layer, unless more share its sequences: as many as a host has."""
 _MICROBATCHES = 2
 
 
@@ -55,19 +57,27 @@ class Planned:
         self.config, self.name = config, name
         self.task = tasks.make(config)
 
-    def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
-        """Traces the model for all devices that may share a layer, and every policy."""
-        simulate_devices(_MOST_SHARING)
-        numbers = [2**n for n in range(_MOST_SHARING.bit_length())]
+    def sizes(
+        self, most_context: int, most_slices: int, progress: Callable[[float], None]
+    ) -> ModelSizes:
+        """Traces the model for all devices that may share a layer, slices, and every policy."""
+        most = max(_MOST_SHARING, most_context)
+        simulate_devices(most)
+        within_host = _powers(_MOST_SHARING)
         cases = [
-            Variant(context, tensor, remat, expert)
-            for context, tensor, expert in itertools.product(numbers, repeat=3)
-            if context <= most_context and self._may_share(context, tensor, expert)
+            Variant(context, tensor, remat, expert, slices)
+            for context, tensor, expert in itertools.product(
+                _powers(most_context), within_host, within_host
+            )
+            if context * tensor * expert <= most and self._may_share(context, tensor, expert)
+            for slices in _powers(most_slices)
+            if self._may_cut(context, tensor, slices)
             for remat in _REMATS
         ]
-        return self._sizes(cases, progress)
+        return self.counted(cases, progress)
 
-    def _sizes(self, cases: Sequence[Variant], progress: Callable[[float], None]) -> ModelSizes:
+    def counted(self, cases: Sequence[Variant], progress: Callable[[float], None]) -> ModelSizes:
+        """Traces the model for these choices."""
         variants = {}
         for number, case in enumerate(cases, start=1):
             variants[case] = self._traced(case)
@@ -152,8 +162,9 @@ class Planned:
             return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
 
         sharing = shape.context, shape.tensor
-        cases = [Variant(*sharing, remat, shape.expert) for remat in _REMATS]
-        model = self._sizes(cases, lambda share: None)
+        slices = config.pipeline.sequence_slices
+        cases = [Variant(*sharing, remat, shape.expert, slices) for remat in _REMATS]
+        model = self.counted(cases, lambda share: None)
         goal = Goal(None, (model.batch_rows,))
         result = search(model, [devices], goal, on_host=on_host, allowed=allowed)
         best = result.best[0]
@@ -179,28 +190,31 @@ class Planned:
         return self.config.model_copy(update={"mesh": mesh})
 
     def _may_share(self, context: int, tensor: int, expert: int) -> bool:
-        fits = context * tensor * expert <= _MOST_SHARING
-        return fits and not any(checks.shared_axes(self._sharing(context, tensor, expert)))
+        return not any(checks.shared_axes(self._sharing(context, tensor, expert)))
+
+    def _may_cut(self, context: int, tensor: int, slices: int) -> bool:
+        config = self._sharing(context, tensor, 1)
+        return not any(checks.slices(_changed(config, {"pipeline": {"sequence_slices": slices}})))
 
     def _traced(self, case: Variant) -> Sizes:
-        config = self._sharing(*case.mesh)
+        pipeline = {"sequence_slices": case.slices}
+        config = _changed(self._sharing(*case.mesh), {"pipeline": pipeline})
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
         with attention_of_gpus():
             axes = config.mesh.shared_axes()
-            pipe = self._pipeline(config, case.remat, stage=1, data=case.expert, **axes)
-            return sizes(pipe, self._batch, key, compute_bytes=self._compute_bytes)
+            task = tasks.make(config)
+            pipe = self._pipeline(task, config, case.remat, stage=1, data=case.expert, **axes)
+            batch = functools.partial(_batch, task.row_shapes())
+            return sizes(pipe, batch, key, compute_bytes=self._compute_bytes)
 
-    def _batch(self, rows: int) -> Any:
-        shapes = self.task.row_shapes()
-        return jax.tree.map(lambda row: jax.ShapeDtypeStruct((rows, *row.shape), row.dtype), shapes)
-
-    def _pipeline(self, config: Config, remat: str, **axes: Any) -> Pipeline:
+    def _pipeline(self, task: Task, config: Config, remat: str, **axes: Any) -> Pipeline:
         """Makes a pipeline of one stage on as many devices as the axes have."""
-        task = tasks.make(config)
         return Pipeline(
             task.model(train=True),
             self._params,
-            schedule=schedules.build("1f1b", stages=1, microbatches=_MICROBATCHES),
+            schedule=schedules.build(
+                "1f1b", stages=1, microbatches=_MICROBATCHES, slices=configured.slices(config)
+            ),
             mesh=make_mesh(**axes),
             remat=remat,
             fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
@@ -212,6 +226,15 @@ class Planned:
         settings = self.config.optimizer
         rate = learning_rate(settings, num_steps=self.config.train.steps)
         return make_optimizer(settings, rate)
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length())]
+
+
+def _batch(row: Any, rows: int) -> Any:
+    """Shapes of so many rows."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), row)
 
 
 def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
@@ -228,6 +251,7 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "chunks": plan.chunks,
         "microbatches": plan.microbatches,
+        "sequence_slices": plan.slices,
         "group": None,
         "memory_limit": None,
         "remat": plan.remat,
@@ -235,7 +259,7 @@ def _chosen(plan: Plan) -> dict[str, Any]:
 
 
 def _of_chunk(costs: Costs) -> dict[str, float]:
-    return {name: getattr(costs, name) for name in ("f", "b", "w", "message")}
+    return {name: getattr(costs, name) for name in ("f", "b", "w", "message", "attention")}
 
 
 def _in_words(candidate: Prediction) -> str:
@@ -259,12 +283,6 @@ def choose(config: Config) -> tuple[Config, str]:
     Raises:
       ConfigError: nothing fits the devices.
     """
-    if (number := config.pipeline.sequence_slices) > 1:
-        text = (
-            f"pipeline.sequence_slices={number}: pipeline.schedule={configured.PLAN} chooses among "
-            "schedules of whole sequences. Nearest valid: 1, or pipeline.schedule=1f1b."
-        )
-        raise errors.refused(text, "pipeline.sequence_slices")
     device = jax.devices()[0]
     named = known(device.device_kind)
     limit = (device.memory_stats() or {}).get("bytes_limit")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpipe import measure
-from jaxpipe.schedule import page, timelines, trace
+from jaxpipe.schedule import Timeline, page, timelines, trace
 from train import configured, run_folder
 from train.config import Config
 from train.errors import Failure, refused
 from train.step import Setup, TrainState
+
+STAGE_SECONDS = "stage_seconds"
+"""The entry of a record with the seconds that each stage spends in its layers."""
 
 
 def failures(config: Config) -> Iterator[Failure]:
@@ -51,16 +54,37 @@ def check_processes(config: Config) -> None:
         )
 
 
-def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> None:
+def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> list[float]:
     """Measures forward and backward of a batch, and writes them beside the predicted timelines, as
-    a page and as a trace."""
+    a page and as a trace; returns the seconds that each stage spends in its layers."""
     measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
     clocks = timelines(measured.schedule, measured.costs, measured=measured)
     predicted = clocks.on("device")
-    folder = Path(setup.config.run_dir)
+    folder = setup.config.folder
     written = trace(predicted, measured, unit_seconds=1.0)
     (folder / run_folder.TIMELINE_TRACE).write_text(json.dumps(written), encoding="utf-8")
     (folder / run_folder.TIMELINE_PAGE).write_text(page([clocks]), encoding="utf-8")
+    return _work(measured)
+
+
+def slowest(setup: Setup, seconds: Sequence[float]) -> str:
+    """Names the stage that spends most time in its layers, and says whether their costs explain it.
+
+    Args:
+      setup: setup of the run, whose timeline has the costs.
+      seconds: of each stage, as `write_timeline` returns them.
+    """
+    stage = int(np.argmax(seconds))
+    over, expected = (part[stage] / np.mean(part) for part in (seconds, _work(setup.timeline)))
+    return (
+        f"stage {stage} is the slowest: {1e3 * seconds[stage]:.2f} ms in its layers, {over:.2f} "
+        f"times the mean of all stages; the costs of its layers predict {expected:.2f}"
+    )
+
+
+def _work(timeline: Timeline) -> list[float]:
+    """Adds up what the actions of each stage take, without what it waits for."""
+    return [sum(part.end - part.start for part in row) for row in timeline.rows]
 
 
 class Profile:
@@ -73,7 +97,7 @@ class Profile:
 
     def __init__(self, config: Config) -> None:
         self._first, self._last = config.train.profile_from, config.train.profile_to
-        self._folder, self._is_open = Path(config.run_dir) / run_folder.PROFILE, False
+        self._folder, self._is_open = config.folder / run_folder.PROFILE, False
 
     def __enter__(self) -> Profile:
         return self

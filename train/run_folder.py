@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,16 @@ from jaxpipe.files import read_bytes, write_whole
 from train import checkpoint, run_lock, tasks
 from train.config import Config
 from train.errors import ConfigError, Failure, NonFiniteLossError
+from train.object_lock import ObjectLock
+from train.object_store import ObjectStore, StoreError, is_url
+from train.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 CHOICE_FILE = "schedule.json"
 PROGRESS_FILE = "progress.json"
+GAUGES_FILE = "metrics.prom"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
@@ -34,7 +38,7 @@ TIMELINE_PAGE, TIMELINE_TRACE = "timeline.html", "timeline.json"
 _PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
 FILES = (
     *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),
-    *(*_PICTURES, TENSORBOARD),
+    *(*_PICTURES, TENSORBOARD, GAUGES_FILE),
 )
 """Files that every run leaves; a task's report may add one."""
 _HARMLESS = (
@@ -49,8 +53,8 @@ _HARMLESS = (
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why the run folder cannot be used: it holds a run, or cannot be written."""
-    problems = [*misplaced(config)] or ([] if resume else [*_existing_run(config)])
-    yield from problems
+    problems = [*misplaced(config), *_unreachable(config)]
+    yield from problems or ([] if resume else [*_existing_run(config)])
     yield from _writable(config)
 
 
@@ -61,22 +65,58 @@ def _names(config: Config) -> list[str]:
 
 
 def _existing_run(config: Config) -> Iterator[Failure]:
-    folder = Path(config.run_dir)
     with contextlib.suppress(OSError):
-        existing = [name for name in _names(config) if (folder / name).exists()]
+        existing = _present(config)
         if existing:
-            who = run_lock.holder(folder)
+            who = run_lock.holder(config.folder)
             used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
             yield Failure(
-                f"run_dir={folder} already holds a run ({', '.join(existing)}){used}. Continue it "
-                "with --resume, or name another --run-dir.",
+                f"run_dir={config.run_dir} already holds a run ({', '.join(existing)}){used}. "
+                "Continue it with --resume, or name another --run-dir.",
+                ("run_dir",),
+            )
+
+
+def _present(config: Config) -> list[str]:
+    """Lists the files of a run that there are."""
+    if is_url(config.run_dir):
+        objects = {name.partition("/")[0] for name in ObjectStore(config.run_dir).names()}
+        return [name for name in _names(config) if name in objects]
+    return [name for name in _names(config) if (config.folder / name).exists()]
+
+
+def has_begun(config: Config) -> bool:
+    """Says whether the run has checkpoints."""
+    if is_url(config.run_dir):
+        with contextlib.suppress(StoreError):  # `failures` says so
+            return CHECKPOINTS in _present(config)
+        return False
+    folder = config.folder / CHECKPOINTS
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
+def _unreachable(config: Config) -> Iterator[Failure]:
+    """Tries to read from the store of a URL."""
+    if "://" in config.run_dir and not is_url(config.run_dir):
+        scheme = config.run_dir.partition("://")[0]
+        yield Failure(
+            f"run_dir={config.run_dir} is in no store that is known: {scheme}://. Nearest valid: "
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or a folder.",
+            ("run_dir",),
+        )
+    elif is_url(config.run_dir):
+        try:
+            ObjectStore(config.run_dir).names()
+        except StoreError as error:
+            yield Failure(
+                f"run_dir={error}. Name a bucket that exists, and keys that may read and write it.",
                 ("run_dir",),
             )
 
 
 def misplaced(config: Config) -> Iterator[Failure]:
     """Says which files and folders of a run have something else in their place."""
-    for path in (Path(config.run_dir) / name for name in (run_lock.LOCK_FILE, *_names(config))):
+    for path in (config.folder / name for name in (run_lock.LOCK_FILE, *_names(config))):
         wanted = "a folder" if path.name in (CHECKPOINTS, TENSORBOARD) else "a file"
         with contextlib.suppress(OSError):
             actual = "a folder" if path.is_dir() else "something else, such as a broken link"
@@ -91,7 +131,7 @@ def misplaced(config: Config) -> Iterator[Failure]:
 
 def _writable(config: Config) -> Iterator[Failure]:
     """Tries to write: permissions alone say little about network file systems and full disks."""
-    folder = Path(config.run_dir)
+    folder = config.folder
     try:
         missing = run_lock.missing_folders(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +147,20 @@ def _writable(config: Config) -> Iterator[Failure]:
         yield unwritable(config, error)
 
 
+def lock(config: Config, *, say: Callable[[str], None]) -> RunLock | ObjectLock:
+    """Makes the lock of a run.
+
+    Raises:
+      ConfigError: the URL names no store.
+    """
+    if not is_url(config.run_dir):
+        return RunLock(config.folder, say=say)
+    try:
+        return ObjectLock(ObjectStore(config.run_dir), say=say)
+    except StoreError as error:
+        raise ConfigError([unwritable(config, error)]) from error
+
+
 class WrittenFiles:
     """The files that a run writes, which nothing else may remove or replace meanwhile.
 
@@ -115,7 +169,7 @@ class WrittenFiles:
     """
 
     def __init__(self, config: Config) -> None:
-        paths = (Path(config.run_dir) / name for name in (METRICS_FILE, CHECKPOINTS))
+        paths = (config.folder / name for name in (METRICS_FILE, CHECKPOINTS))
         self._config, self._opened = config, {path: path.stat() for path in paths}
 
     def check(self) -> None:
@@ -194,8 +248,9 @@ def _write_progress(folder: Path, progress: Progress) -> None:
     write_whole(folder / PROGRESS_FILE, content.encode())
 
 
-def lost_checkpoints(folder: Path) -> list[Failure]:
+def lost_checkpoints(config: Config) -> list[Failure]:
     """Says that a run without checkpoints has had some; empty if it never had."""
+    folder = config.folder
     done, checkpoints = read_progress(folder).saved, folder / CHECKPOINTS
     metrics = folder / METRICS_FILE
     # The folder of checkpoints is made before the first step is recorded.
@@ -205,7 +260,7 @@ def lost_checkpoints(folder: Path) -> list[Failure]:
         return []
     return [
         Failure(
-            f"run_dir={folder} has done at least {done} steps, but {checkpoints} holds no "
+            f"run_dir={config.run_dir} has done at least {done} steps, but {checkpoints} holds no "
             "checkpoint to resume from. Put its checkpoints back, or name another --run-dir to "
             "start from step 0.",
             ("run_dir",),
@@ -213,15 +268,14 @@ def lost_checkpoints(folder: Path) -> list[Failure]:
     ]
 
 
-def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure]:
+def would_fail_again(config: Config, *, step: int) -> list[Failure]:
     """Says that a run ended with numbers that are not finite, and that nothing has changed since.
 
     Args:
-      folder: folder of the run.
       config: configuration that it would continue with.
       step: step that it would continue from.
     """
-    last = read_progress(folder)
+    last = read_progress(config.folder)
     if last.failed_step is None or last.failed_config is None or step >= last.failed_step:
         return []
     try:
@@ -232,11 +286,11 @@ def would_fail_again(folder: Path, config: Config, *, step: int) -> list[Failure
         return []
     return [
         Failure(
-            f"run_dir={folder} was stopped at step {last.failed_step} ({last.failed_because}), "
-            f"and would be again: from step {step} it repeats the same numbers. Change "
-            "optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm, optimizer.max_skipped "
-            "or train.seed; or "
-            f"remove {folder / PROGRESS_FILE} to try the same settings again.",
+            f"run_dir={config.run_dir} was stopped at step {last.failed_step} "
+            f"({last.failed_because}), and would be again: from step {step} it repeats the same "
+            "numbers. Change optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm, "
+            "optimizer.max_skipped or train.seed; or remove "
+            f"{config.run_dir}/{PROGRESS_FILE} to try the same settings again.",
             ("run_dir",),
         )
     ]

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from train.errors import ConfigError, Failure
 
@@ -150,7 +151,7 @@ class RunLock:
         try:
             # The flock is taken before the name is written, so that a file that names this kernel
             # always has it. A process that tries to clear the file may hold it for a moment.
-            self._owner = _this_process(has_flock=_flock(self._descriptor, waits=True) is True)
+            self._owner = this_process(has_flock=_flock(self._descriptor, waits=True) is True)
             text = json.dumps(dataclasses.asdict(self._owner))
             os.write(self._descriptor, f"{text}\n".encode())
             os.fsync(self._descriptor)
@@ -222,13 +223,7 @@ class RunLock:
                 os.utime(self._descriptor)
                 now = _read(self._path)
                 if now is not None and now.owner not in (None, self._owner):
-                    self._end(now.who)
-
-    def _end(self, who: str) -> None:
-        """Ends this process at once: it was silent for too long and has lost the folder."""
-        text = f"run_dir={self._folder} was silent for too long and is now in use by {who}"
-        print(f"error: {text}: this run ends and writes nothing more", file=sys.stderr, flush=True)
-        os._exit(2)
+                    end_process(self._folder, now.who)
 
 
 def holder(folder: Path) -> str | None:
@@ -253,13 +248,20 @@ def holder(folder: Path) -> str | None:
     return None
 
 
-def in_use(folder: Path, who: str) -> Failure:
+def in_use(folder: Path | str, who: str) -> Failure:
     """Returns the failure of a folder whose lock another run holds."""
     return Failure(
         f"run_dir={folder} is in use by {who}. Wait until that run has ended, stop it, or name "
         "another --run-dir.",
         ("run_dir",),
     )
+
+
+def end_process(folder: Path | str, who: str) -> NoReturn:
+    """Ends this process at once: it was silent for too long and has lost its folder."""
+    text = f"run_dir={folder} was silent for too long and is now in use by {who}"
+    print(f"error: {text}: this run ends and writes nothing more", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def missing_folders(folder: Path) -> list[Path]:
@@ -327,7 +329,8 @@ def _flock(descriptor: int, *, waits: bool = False) -> bool | None:
     return True
 
 
-def _this_process(*, has_flock: bool) -> Owner:
+def this_process(*, has_flock: bool) -> Owner:
+    """Describes this process as the holder of a new lock."""
     return Owner(
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -405,7 +405,7 @@ class Setup:
 
     @cached_property
     def evaluate(self):
-        """The jitted ``(state, batch) -> values``: the same pipeline, forward only, no dropout.
+        """The compiled ``(state, batch) -> values``: the same pipeline, forward only, no dropout.
 
         Values are "loss", and "metrics" if the task's loss has any.
         """
@@ -414,7 +414,7 @@ class Setup:
         def evaluate(state, batch):
             return named(pipe.loss(state.params, batch, states=state.layers), None)[0]
 
-        return jax.jit(evaluate)
+        return jax.jit(evaluate).lower(self.state_shapes, self.batch_shapes).compile()
 
 
 def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:

@@ -53,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
+    from train.goodput import Goodput
+
+    goodput = Goodput()
     from train import command_line, errors, run_folder, watchdog
 
     try:
@@ -60,7 +63,7 @@ def _main(arguments: Sequence[str]) -> int:
     except errors.ConfigError as error:
         return _refuse(error)
     try:
-        _run(invocation)
+        _run(invocation, goodput)
     except errors.ConfigError as error:
         return _refuse(error)
     except errors.MissingProcessError as error:
@@ -82,7 +85,7 @@ def _main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(invocation) -> None:
+def _run(invocation, goodput) -> None:
     from jaxpipe import gpu_flags
     from train import checks, configured, distributed, errors
 
@@ -136,7 +139,7 @@ def _run(invocation) -> None:
         elif invocation.evaluate:
             evaluation.run(config)
         else:
-            loop.run(config, watchdog, resume=resume)
+            loop.run(config, watchdog, goodput, resume=resume)
 
 
 def _keep_programs() -> None:
@@ -174,9 +177,11 @@ def _show_library_log(*, is_writer: bool) -> None:
 
 
 def _disk_error(error: Exception) -> OSError | None:
-    """Finds the error of the operating system, if the disk is at fault."""
+    """Finds the error of the operating system or of a store, if one of these is at fault."""
+    from train.object_store import StoreError
+
     if isinstance(error, OSError):
-        return error if error.errno in _DISK else None
+        return error if isinstance(error, StoreError) or error.errno in _DISK else None
     # The checkpoint's writer has exceptions of its own.
     for number in _DISK:
         if f": {os.strerror(number)}" in str(error):

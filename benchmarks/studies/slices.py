@@ -1,10 +1,7 @@
-"""When do slices of a sequence pay? Needs no device.
+"""When do slices of a sequence and context devices pay? Predicted by the planner; needs no device.
 
-Llama 3 8B and 70B on 8 stages x 8 tensor devices, and with 8 context devices, 4 million tokens per
-step, one sequence per microbatch. Bubbles are those of the device clock, with attention's FLOPs
-growing from slice to slice; memory is that of parameters and of the buffers of jaxpipe's own
-program; a step takes its FLOPs at 400 TFLOP/s and its bubble. The other waits of a step, for
-collectives and launches, are left out: `jaxpipe plan` counts them, and knows no slices.
+Llama 3 8B and 70B, 4 million tokens per step, on 64 and 512 H100s: the best plan of whole
+sequences and the best of sliced ones, without and with devices that share sequences.
 
     make study-slices
 """
@@ -12,139 +9,111 @@ collectives and launches, are left out: `jaxpipe plan` counts them, and knows no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import tyro
 
-import jaxpipe
 from benchmarks import harness
-from jaxpipe.runtime.measure import traced
-from jaxpipe.runtime.measure.memory import tree_bytes
-from jaxpipe.schedule import Costs, Schedule, build, device_clock
-from jaxpipe.schedule.check.validate import peak_in_flight
-from models import gpt
+from jaxpipe.errors import ArgumentError
+from jaxpipe.planning.cost import Prediction
+from jaxpipe.planning.devices import cluster
+from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.search import Goal, search
+from jaxpipe.planning.sizes import ModelSizes, Variant
+from train.config import Config
+from train.plan import Planned, read
 
-STAGES, TENSOR = 8, 8
+LLAMA = Path("configs/llama3-8b.yaml")
+MODELS = {
+    "8B": {},
+    "70B": {"num_layers": 80, "width": 8192, "num_heads": 64, "mlp_width": 28_672},
+}
 TOKENS = 2**22
 """Tokens of a step."""
-FLOPS_PER_SECOND = 400e12
-BYTES_PER_PARAMETER = 18
-"""Float32 parameters, gradients and both moments of Adam, and the bfloat16 copy."""
-MOST_BYTES = 80e9
-CASES = (
-    ("zb-v", 1), ("1f1b-fused", 1), ("zb-h1", 4), ("zb-h1", 16), ("zb-h2", 16), ("zb-h2", 64),
-)  # fmt: skip
-LLAMA = gpt.GPTConfig(
-    vocab_size=128_256, sequence_length=8192, num_layers=32, width=4096, num_heads=32,
-    num_kv_heads=8, mlp_width=14_336, tied=False, dtype="bfloat16",
-)  # fmt: skip
-MODELS = {
-    "8B": LLAMA,
-    "70B": dataclasses.replace(LLAMA, num_layers=80, width=8192, num_heads=64, mlp_width=28_672),
+SLICES = 1, 4, 16, 64
+REMATS = "dots", "full"
+WAYS: dict[str, Callable[[Plan], bool]] = {
+    "whole": lambda plan: plan.slices == plan.context == 1,
+    "slices": lambda plan: plan.slices > 1 == plan.context,
+    "context": lambda plan: plan.slices == 1 < plan.context,
+    "both": lambda plan: plan.slices > 1 and plan.context > 1,
 }
 
 
-def costs_of(config: gpt.GPTConfig, length: int, remat: str) -> Costs:
-    """FLOPs of F, B and W of one sequence on one stage; B attends two and a half times."""
-    of_layers = gpt.num_parameters(config) - 2 * config.vocab_size * config.width
-    matmuls = 2.0 * of_layers / STAGES * length
-    attention = 2.0 * config.width * length**2 * config.num_layers / STAGES
-    f, b = matmuls + attention, matmuls + 2.5 * attention
-    again = f if remat == "full" else 0.0
-    share = (3.5 * attention + (attention if again else 0.0)) / (f + b + again)
-    return Costs(f, b + again, matmuls, attention=share)
+def variants(length: int, most_context: int) -> Iterator[Variant]:
+    """The choices that are counted: tensor devices of a host, and context devices."""
+    shared = [(1, 1), (1, 8)]
+    shared += [(2**n, tensor) for n in range(1, most_context.bit_length()) for tensor in (1, 8)]
+    for context, tensor in shared:
+        for slices in SLICES:
+            if length // slices >= 2048:  # shorter slices leave most of a GPU idle
+                for remat in REMATS:
+                    yield Variant(context, tensor, remat, slices=slices)
 
 
-def activation_bytes(
-    config: gpt.GPTConfig, schedule: Schedule, length: int, context: int, remat: str
-) -> int:
-    """Bytes per device of the buffers of a step, but for the gradients."""
-    axes = {"tensor_axis": "tensor"} | ({"context_axis": "context"} if context > 1 else {})
-    sizes = {"tensor": TENSOR} | ({"context": context} if context > 1 else {})
-    devices = jax.devices()[: STAGES * TENSOR * context]
-    pipe = jaxpipe.Pipeline(
-        gpt.model(dataclasses.replace(config, sequence_length=length), **axes),
-        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
-        schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=STAGES, devices=devices, **sizes),
-        remat=remat,
-        compute_dtype="bfloat16",
-    )
-    shape = jax.ShapeDtypeStruct((schedule.num_microbatches, length), jnp.int32)
-    buffers = traced.buffers(pipe, {"tokens": shape, "targets": shape})
-    return sum(tree_bytes(w) for name, w in buffers.items() if name not in ("gradients", "weights"))
+@functools.cache
+def model(name: str, length: int, most_context: int) -> ModelSizes:
+    """Counts a model for sequences of this many tokens."""
+    config = read(LLAMA).config
+    shape = config.model.model_copy(update={"sequence_length": length, **MODELS[name]})
+    batch = config.train.model_copy(update={"batch_size": TOKENS // length})
+    changed: Config = config.model_copy(update={"model": shape, "train": batch})
+    planned = Planned(changed, f"Llama 3 {name}")
+    return planned.counted(list(variants(length, most_context)), lambda share: None)
 
 
-def rows(name: str, length: int, context: int) -> Iterator[dict[str, Any]]:
-    """One row for each schedule, number of slices and policy."""
-    config, m = MODELS[name], TOKENS // length
-    kept = gpt.num_parameters(config) * BYTES_PER_PARAMETER / (STAGES * TENSOR)
-    for schedule_name, k in CASES:
-        # Beyond 64 microbatches, bubbles and slots are those of 64.
-        schedule = build(
-            schedule_name, stages=STAGES, microbatches=min(m, 64), slices=None if k == 1 else k
-        )
-        for remat in ("dots", "full"):
-            whole = costs_of(config, length, remat)
-            parts = k * schedule.num_chunks
-            cost = Costs(
-                whole.f / parts, whole.b / parts, whole.w / parts, attention=whole.attention
-            )
-            work = schedule.num_microbatches * (whole.f + whole.b + whole.w)
-            bubble = (device_clock(schedule, cost).makespan / work - 1) * min(m, 64) / m
-            seconds = m / schedule.num_microbatches * work / (TENSOR * context) / FLOPS_PER_SECOND
-            total = kept + activation_bytes(config, schedule, length, context, remat)
-            yield {
-                "schedule": schedule_name,
-                "slices": k,
-                "remat": remat,
-                "in flight": max(peak_in_flight(schedule)) / parts,
-                "attention": whole.attention,
-                "bubble": bubble,
-                "GB": total / 1e9,
-                "seconds": seconds * (1 + bubble),
-            }
+def best(sizes: ModelSizes, gpus: int, allowed: Callable[[Plan], bool]) -> Prediction | None:
+    """The plan of the shortest step that fits; None if none does."""
+    goal = Goal(None, (sizes.batch_rows,))
+    try:
+        return search(sizes, [cluster("h100", gpus)], goal, allowed=allowed).best[0]
+    except ArgumentError:
+        return None
 
 
 def main(
     models: tuple[str, ...] = tuple(MODELS),
     lengths: tuple[int, ...] = (8192, 131_072, 1_048_576),
-    contexts: tuple[int, ...] = (1, 8),
+    gpus: tuple[int, ...] = (64, 512),
+    most_context: int = 8,
 ) -> None:
-    """Prints a table for each model, length and number of devices.
+    """Prints a table of the best plans, and how long their steps take.
 
     Args:
       models: of MODELS.
       lengths: tokens of a sequence.
-      contexts: devices that share a sequence.
+      gpus: numbers of H100s, 8 per host.
+      most_context: most devices that share a sequence.
     """
-    harness.simulate(STAGES * TENSOR * max(contexts))
+    harness.simulate(8 * most_context)
+    print(
+        "| model | tokens | GPUs | way | plan | s | MFU | GB |\n|---|---|---|---|---|---|---|---|"
+    )
     for name in models:
         for length in lengths:
-            for context in contexts:
-                found = list(rows(name, length, context))
-                print_table(name, length, context, found)
+            sizes = model(name, length, 1 if length <= 8192 else most_context)
+            for count in gpus:
+                for way, allowed in WAYS.items():
+                    found = best(sizes, count, allowed)
+                    cells = ["nothing fits", "", "", ""] if found is None else described(found)
+                    print("|", " | ".join([name, str(length), str(count), way, *cells]), "|")
 
 
-def print_table(name: str, length: int, context: int, found: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows; the fastest that fits is marked."""
-    fits = [row for row in found if row["GB"] * 1e9 <= MOST_BYTES]
-    best = min(fits, key=lambda row: row["seconds"], default=None)
-    gpus = STAGES * TENSOR * context
-    share = found[0]["attention"]
-    print(f"\n**Llama 3 {name}, {length} tokens, {gpus} GPUs**, m = {TOKENS // length}, ", end="")
-    print(f"attention {share:.0%} of F and B\n")
-    print(
-        "| schedule | slices | remat | in flight | bubble | GB | s |\n|---|---|---|---|---|---|---|"
+def described(found: Prediction) -> list[str]:
+    """The plan in words, seconds of a step, share of the peak, and GB of a device."""
+    plan = found.plan
+    axes = dataclasses.asdict(plan) | {"data": plan.data}
+    mesh = " x ".join(
+        f"{axes[axis]} {axis}" for axis in ("stage", "data", "context", "tensor") if axes[axis] > 1
     )
-    for row in found:
-        mark = "**" if row is best else ""
-        numbers = f"{row['in flight']:.2f} | {row['bubble']:.3f} | {row['GB']:.1f}"
-        label = f"{mark}{row['schedule']}{mark} | {row['slices']} | {row['remat']}"
-        print(f"| {label} | {numbers} | {row['seconds']:.1f} |")
+    schedule = plan.schedule if plan.stage > 1 else ""
+    cut = f", {plan.slices} slices" if plan.slices > 1 else ""
+    host = f", {plan.on_host} on the host" if any(plan.on_host) else ""
+    words = f"{mesh}, {schedule}{cut}, {plan.remat}, ZeRO-{plan.zero}{host}".replace(", ,", ",")
+    share = f"{found.model_flops_share:.0%}"
+    return [words, f"{found.step_seconds:.1f}", share, f"{found.device_bytes / 1e9:.0f}"]
 
 
 if __name__ == "__main__":

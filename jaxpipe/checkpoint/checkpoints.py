@@ -28,7 +28,7 @@ from jaxpipe.checkpoint import checksums, keeping, recovery
 from jaxpipe.checkpoint.checksums import DamagedError
 from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Found, Older
+from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Fetch, Found, Older
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import Problem, below_one, refuse
@@ -69,9 +69,11 @@ class Checkpoints:
       read_only: never write.
       older: accepts checkpoints without checksums, which earlier versions of the trainer wrote: it
         takes what `save_arrays` was given as ``run``, and raises if that makes no sense.
+      fetch: completes the files of a step, of which the folder may hold only those that tell which
+        checkpoints to keep; process 0 calls it with a step before anyone reads it.
 
     Raises:
-      ValueError: a folder that is a file, or nothing to keep.
+      ValueError: a folder that is a file or a URL, or nothing to keep.
 
     Example:
       >>> with jaxpipe.Checkpoints("runs/one", keep=3) as checkpoints:  # doctest: +SKIP
@@ -91,10 +93,13 @@ class Checkpoints:
         keep_every: int | None = None,
         read_only: bool = False,
         older: Older | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
         self._folder, self._keep, self._keep_every = Path(folder).resolve(), keep, keep_every
-        self._read_only, self._older = read_only, older
+        self._read_only, self._older, self._fetch = read_only, older, fetch
         problems: list[Problem | str] = [*below_one(keep=keep, keep_every=keep_every)]
+        if "://" in str(folder):
+            problems.append(f"folder={str(folder)!r} is a URL; checkpoints need a folder.")
         is_file = self._folder.exists() and not self._folder.is_dir()
         if is_file:
             name = f"folder={str(folder)!r}"
@@ -123,8 +128,8 @@ class Checkpoints:
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
-        fields = from_first(lambda: dataclasses.asdict(recovery.find(self._folder, self._older)))
-        return Found.from_dict(fields)
+        find = functools.partial(recovery.find, self._folder, self._older, self._fetch)
+        return Found.from_dict(from_first(lambda: dataclasses.asdict(find())))
 
     @property
     def latest(self) -> int | None:
@@ -264,6 +269,8 @@ class Checkpoints:
         return step
 
     def _damage(self, step: int) -> str | None:
+        if self._fetch is not None:
+            self._fetch(step)
         try:
             recovery.verify(self._folder / str(step), self._older)
         except DamagedError as error:
@@ -296,7 +303,7 @@ class Checkpoints:
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
-        described = {**(run or {}), CHECKSUMS: checksums.FILE}
+        described = {**(run or {}), CHECKSUMS: checksums.CHECKSUMS_FILE}
         _require_json("data", data)
         _require_json("run", described)
         manager = self._manager or self._open()

@@ -15,7 +15,7 @@ from typing import Any
 from jaxpipe.files import num_bytes, read_json
 from jaxpipe.schedule.problems import printable
 
-FILE = "checksums.json"
+CHECKSUMS_FILE = "checksums.json"
 _STEP, _FILES = "step", "files"
 
 _READ_BYTES = 1 << 22
@@ -42,7 +42,7 @@ def write_checksums(folder: Path, step: int) -> None:
     with ThreadPoolExecutor() as pool:
         sums = pool.map(lambda name: [_checksum(folder / name), num_bytes(folder / name)], names)
         record = {_STEP: step, _FILES: dict(zip(names, sums, strict=True))}
-    (folder / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def verify_checksums(folder: Path, names: Sequence[str] | None = None) -> None:
@@ -57,14 +57,14 @@ def verify_checksums(folder: Path, names: Sequence[str] | None = None) -> None:
       DamagedError: a file is missing, unreadable or different, or all are of another step.
     """
     try:
-        record = read_json(folder / FILE)
+        record = read_json(folder / CHECKSUMS_FILE)
         # Older versions wrote checksums alone, without the step and sizes.
         step, sums = record.get(_STEP), record.get(_FILES, record)
         expected = {name: sums[name] for name in (sums if names is None else names)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{FILE} cannot be read ({error})") from error
+        raise DamagedError(f"{CHECKSUMS_FILE} cannot be read ({error})") from error
     if not expected:
-        raise DamagedError(f"{FILE} lists no file")
+        raise DamagedError(f"{CHECKSUMS_FILE} lists no file")
     if step is not None and str(step) != folder.name:
         raise DamagedError(f"its files are those of step {step}, under another name")
     if names is None:

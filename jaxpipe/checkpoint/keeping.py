@@ -13,7 +13,8 @@ from jaxpipe.checkpoint.checksums import DamagedError
 from jaxpipe.files import read_json
 
 _EVAL_LOSS = "eval_loss"
-_METRICS_FILE = "metrics/metrics"
+LOSS_FILE = "metrics/metrics"
+"""The file of a checkpoint with its held-out loss."""
 
 
 def metrics(loss: float | None) -> dict[str, float]:
@@ -71,9 +72,9 @@ def read_loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float
     """
     try:
         if metrics is None:
-            metrics = read_json(folder / _METRICS_FILE)
-            if (folder / checksums.FILE).exists():
-                checksums.verify_checksums(folder, [_METRICS_FILE])
+            metrics = read_json(folder / LOSS_FILE)
+            if (folder / checksums.CHECKSUMS_FILE).exists():
+                checksums.verify_checksums(folder, [LOSS_FILE])
         return loss if math.isfinite(loss := held_out(metrics)) else math.inf
     except (OSError, ValueError, KeyError, TypeError, DamagedError):
         return math.inf

@@ -28,6 +28,9 @@ CHECKSUMS = "checksums"
 Older: TypeAlias = Callable[[Any], object]
 """Takes the description of a checkpoint without checksums; raises if no run could continue it."""
 
+Fetch: TypeAlias = Callable[[int], object]
+"""Completes the files of a step; the folder need only hold those that tell what to keep."""
+
 _JSON_FILE = "metadata"
 _REASON_WIDTH = 300
 """Characters of a reason that are shown: error messages of tensorstore are long."""
@@ -95,15 +98,18 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def find(folder: Path, older: Older | None = None) -> Found:
+def find(folder: Path, older: Older | None = None, fetch: Fetch | None = None) -> Found:
     """Verifies checkpoints, newest first, until one is whole; changes nothing.
 
     Args:
       folder: folder of the checkpoints; it need not exist.
       older: accepts checkpoints without checksums; None for a folder that never had any.
+      fetch: called with a step before its files are read.
     """
     damaged: list[Damaged] = []
     for step in reversed(steps(folder)):
+        if fetch is not None:
+            fetch(step)
         try:
             has_checksums = verify(folder / str(step), older)
         except DamagedError as error:
@@ -146,12 +152,12 @@ def verify(folder: Path, older: Older | None) -> bool:
         names = {path.name for path in folder.iterdir()}
         if not names:
             raise DamagedError("its folder is empty")
-        if checksums.FILE in names:
+        if checksums.CHECKSUMS_FILE in names:
             checksums.verify_checksums(folder)
             return True
         run = read_json(folder / RUN / _JSON_FILE)
         if older is None or CHECKSUMS in run:
-            raise DamagedError(f"{checksums.FILE} is missing")
+            raise DamagedError(f"{checksums.CHECKSUMS_FILE} is missing")
         older(run)
         _read_all(folder)
     return False

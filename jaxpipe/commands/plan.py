@@ -32,6 +32,7 @@ def plan(
     sizes: Path | None = None,
     link: str = "nvlink:8,ib:400",
     context: int = 1,
+    slices: int = 1,
     memory: float | None = None,
     tokens: float | None = None,
     batch: tuple[int, ...] | None = None,
@@ -55,6 +56,7 @@ def plan(
       link: links within hosts and between them: nvlink or pcie with the devices of a host, ib or
         eth with the Gb/s of each device's port.
       context: most devices that may share a sequence; each number of them takes seconds to count.
+      slices: most slices into which a schedule may cut a sequence; likewise.
       memory: bytes of a device that a plan may take; by default 92% of what it has.
       tokens: tokens to train on, for time and cost of the training; by default those of one step.
       batch: rows of a step; several numbers are compared. By default that of the configuration.
@@ -70,7 +72,8 @@ def plan(
     refuse(
         [
             *_problems(config, sizes, out),
-            *_below_one(devices, context, batch),
+            *below_one(context=context, slices=slices),
+            *_below_one(devices, batch),
             *_wrong_tokens(tokens, critical_batch),
         ]
     )
@@ -82,7 +85,9 @@ def plan(
         counting = bar.add_task("counting the model", total=1.0)
         configured = None if config is None else configurations.read(config)
         if configured is not None:
-            model = configured.sizes(context, lambda share: bar.update(counting, completed=share))
+            model = configured.sizes(
+                context, slices, lambda share: bar.update(counting, completed=share)
+            )
         else:
             assert sizes is not None
             model = read_sizes(sizes, option="sizes")
@@ -139,9 +144,8 @@ def _problems(config: Path | None, sizes: Path | None, out: Path | None) -> list
     return problems
 
 
-def _below_one(devices: Sequence[int], context: int, batch: Sequence[int] | None) -> list[Problem]:
-    problems = below_one(context=context)
-    problems += [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
+def _below_one(devices: Sequence[int], batch: Sequence[int] | None) -> list[Problem]:
+    problems = [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
     problems += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
     return problems
 
@@ -242,7 +246,8 @@ def _described(prediction: Prediction) -> str:
     mesh = " x ".join(f"{count} {axis}" for axis, count in axes.items() if count > 1)
     mesh += f" with experts over {plan.expert} data shards" if plan.expert > 1 else ""
     chunks = f" with {plan.chunks} chunks per stage" if plan.chunks > 1 else ""
-    schedule = f"{plan.schedule}{chunks}, " if plan.stage > 1 else ""
+    slices = f" with {plan.slices} slices per sequence" if plan.slices > 1 else ""
+    schedule = f"{plan.schedule}{chunks}{slices}, " if plan.stage > 1 else ""
     return (
         f"{mesh or 'one device'}, {schedule}microbatches x rows {plan.microbatches} x {plan.rows}, "
         f"remat {plan.remat}, ZeRO-{plan.zero}: {written(prediction.step_seconds)} s per step, "
@@ -261,8 +266,9 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
     names = " x ".join("data" if axis == "parts" else axis for axis in used)
     title += f"; a mesh is {names}"
     experts = any(candidate.plan.expert > 1 for candidate in plans)
+    sliced = any(candidate.plan.slices > 1 for candidate in plans)
     columns = ["plan", "devices", "mesh", *(["expert"] * experts)]
-    columns += ["schedule", "v", "m x rows", "remat", "head", "ZeRO"]
+    columns += ["schedule", "v", *(["slices"] * sliced), "m x rows", "remat", "head", "ZeRO"]
     columns += ["host", "step, s", "MFU", "GB", *(["days", "$"] * training)]
     rows = []
     for number, candidate in enumerate(plans, start=1):
@@ -270,7 +276,8 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
         shown = [str(number), str(candidate.placed.cluster.count)]
         shown.append(" x ".join(str(getattr(p, axis)) for axis in used))
         shown += [str(p.expert)] * experts
-        shown += [p.schedule, str(p.chunks), f"{p.microbatches} x {p.rows}", p.remat]
+        shown += [p.schedule, str(p.chunks), *([str(p.slices)] * sliced)]
+        shown += [f"{p.microbatches} x {p.rows}", p.remat]
         shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
         shown += [written(candidate.step_seconds), f"{candidate.model_flops_share:.1%}"]
         shown.append(written(candidate.device_bytes / 1e9))

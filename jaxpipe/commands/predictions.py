@@ -95,22 +95,28 @@ class OnDevices:
             problems.append(Problem("on_host", self.on_host, rule, places))
         if self.zero not in range(4):
             problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
-        if self.variant not in model.variants:
+        return problems
+
+    def uncounted(self, model: ModelSizes, slices: int) -> list[Problem]:
+        """Lists what the file of sizes does not know, of sequences in so many slices."""
+        problems = []
+        if self.variant(slices) not in model.variants:
             known = "; ".join(
                 f"--{name} {', '.join(map(str, dict.fromkeys(values)))}"
                 for name, values in zip(
                     Variant._fields, zip(*sorted(model.variants), strict=True), strict=True
                 )
             )
-            rule = f"with $context, $expert and $remat was not counted; the file knows {known}"
-            others = {"context": self.context, "expert": self.expert, "remat": self.remat}
+            own = {"context": self.context, "expert": self.expert, "remat": self.remat}
+            others = own | {"slices": slices}
+            rule = "with $context, $expert, $remat and $slices was not counted; the file knows "
+            rule += known
             problems.append(Problem("tensor", self.tensor, rule, (), others))
         return problems
 
-    @property
-    def variant(self) -> Variant:
+    def variant(self, slices: int) -> Variant:
         """The options that decide the sizes of the model's layers."""
-        return Variant(self.context, self.tensor, self.remat, self.expert)
+        return Variant(self.context, self.tensor, self.remat, self.expert, slices)
 
     @property
     def host_names(self) -> list[str]:
@@ -119,20 +125,18 @@ class OnDevices:
 
 
 def of_schedules(
-    names: Sequence[str],
+    options: Mapping[str, Mapping[str, int]],
     on: OnDevices,
     *,
     stages: int,
     microbatches: int,
-    chunks: Mapping[str, int],
 ) -> tuple[dict[str, Prediction], dict[str, str]]:
     """Predicts what each schedule takes on one mesh, and says why the others do not fit it.
 
     Args:
-      names: names of schedules.
+      options: names of schedules, each with its "chunks" and "slices" where these are given.
       on: a model, and the other axes of the mesh.
       stages, microbatches: shape of the schedules.
-      chunks: chunks per stage of those that do not have their own default.
 
     Raises:
       ArgumentError: the options do not fit each other.
@@ -154,17 +158,19 @@ def of_schedules(
     predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}
     entries = {entry.name: entry for entry in catalog.entries()}
-    for name in names:
-        own = chunks.get(name) or (entries[name].default_chunks if name in entries else 1)
-        slots = 2 if on.zero >= 2 and own > 1 else 1
-        plan = Plan(schedule=name, chunks=own, weight_slots=slots, **shape)
-        if stages * own > model.num_layers:
-            reasons[name] = f"{stages * own} chunks need as many layers"
+    for name, given in options.items():
+        default = entries[name].default_chunks if name in entries else 1
+        chunks, slices = given.get("chunks", default), given.get("slices", 1)
+        refuse(on.uncounted(model, slices))
+        slots = 2 if on.zero >= 2 and chunks > 1 else 1
+        plan = Plan(schedule=name, chunks=chunks, weight_slots=slots, slices=slices, **shape)
+        if stages * chunks > model.num_layers:
+            reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
         try:
             choices = [
                 predicted(PlacedPlan(dataclasses.replace(plan, ends=ends), model, devices))
-                for ends in who_computes_ends(model, on.variant, stages)
+                for ends in who_computes_ends(model, on.variant(slices), stages)
             ]
         except ArgumentError as error:
             reasons[name] = message(error)

@@ -106,11 +106,10 @@ def compare(
         refuse([Problem("out", str(out), rule, (str(out.with_suffix(".html")),))])
     if devices.layer_model is not None:
         given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
-        refuse(_instead(**given, slices=slices, out=out))
-        wanted = names or tuple(SCHEDULES)
+        refuse(_instead(**given, out=out))
+        wanted = {name: chosen.get(name, {}) for name in names or SCHEDULES}
         shape = {"stages": stages, "microbatches": microbatches}
-        of_chunks = {name: own["chunks"] for name, own in chosen.items() if "chunks" in own}
-        _print_predictions(*of_schedules(wanted, devices, **shape, chunks=of_chunks))
+        _print_predictions(*of_schedules(wanted, devices, **shape))
         return
     if stage_costs is None and layer_costs is None:
         stage_costs = DEFAULT_COSTS
@@ -118,10 +117,10 @@ def compare(
     model = layers_of_model(stages, layers=layers, chunks=chunks or 1, **costs)
     assert model is not None
     compared, reasons = [], {}
-    wanted = names or tuple(entry.name for entry in catalog.entries())
+    every = names or tuple(entry.name for entry in catalog.entries())
     with progress_bar() as bar:
-        done = bar.add_task("", total=len(wanted))
-        for number, name in enumerate(wanted):
+        done = bar.add_task("", total=len(every))
+        for number, name in enumerate(every):
             bar.update(done, description=name, completed=number)
             own: dict[str, Any] = chosen.get(name, {})
             layers_of_pass = [_of_slice(cost, own.get("slices", 1)) for cost in model]
@@ -160,7 +159,10 @@ def _of_slice(cost: Costs, num_slices: int) -> Costs:
 
 
 def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[str, str]) -> None:
-    rows = sorted(predictions.items(), key=lambda item: item[1].step_seconds)
+    rows = [
+        (f"{name}, {plan.slices} slices" if (plan := one.plan).slices > 1 else name, one)
+        for name, one in sorted(predictions.items(), key=lambda item: item[1].step_seconds)
+    ]
     parts = ("ms of a step", "seconds", 1e3), ("GB of a device", "bytes", 1e-9)
     console = output_console()
     for title, which, scale in parts if rows else ():

@@ -25,11 +25,14 @@ COMPILED_FOR = ("h100", "h200", "cpu")
 class Configured(Protocol):
     """A model as a configuration has it."""
 
-    def sizes(self, most_context: int, progress: Callable[[float], None]) -> ModelSizes:
+    def sizes(
+        self, most_context: int, most_slices: int, progress: Callable[[float], None]
+    ) -> ModelSizes:
         """Counts the model for all numbers of devices that it lets share a layer.
 
         Args:
           most_context: devices that may share a sequence.
+          most_slices: slices into which a sequence may be cut.
           progress: told which share of the work is done.
         """
 

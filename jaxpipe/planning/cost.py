@@ -46,6 +46,8 @@ from jaxpipe.schedule.simulate import Costs
 
 RESIDUALS_KEPT = ("until_b", "until_w")
 """Buffers of residuals, which F fills for B and for W."""
+CARRIED = ("carry", "carry_gradient")
+"""Buffers of what a slice of a sequence hands to the next in F, and of its cotangents."""
 
 _X_SUMS = 3
 """Sums over stages of an activation per microbatch: it enters, leaves, and its gradient leaves."""
@@ -126,9 +128,9 @@ class Prediction(NamedTuple):
         least = min(  # recomputation only adds
             sizes.layer_flops(plan.rows) + sizes.head.flops(plan.rows)
             for variant, sizes in self.placed.model.variants.items()
-            if variant.mesh == self.placed.variant.mesh
+            if (variant.mesh, variant.slices) == (self.placed.variant.mesh, plan.slices)
         )
-        flops = least * plan.sharing * plan.microbatches * plan.data
+        flops = least * plan.sharing * plan.passes * plan.data
         return flops / (self.step_seconds * cluster.device.flops * cluster.count)
 
 
@@ -147,6 +149,7 @@ class Program:
       weight_slots, own_slots, shares, sums_in_slots, together: how the pipeline lowers it; no
         shares where chunks move as a whole.
       head_layers: how many layers the last stage's head stands for in the partition.
+      slices: slices of the sequences of a microbatch.
     """
 
     schedule: str
@@ -161,6 +164,7 @@ class Program:
     sums_in_slots: bool = False
     together: bool = False
     head_layers: float = 0.0
+    slices: int = 1
 
     def without_transfers(self) -> Program:
         """The program of the same order in which nothing moves over data."""
@@ -170,8 +174,9 @@ class Program:
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:
         """Programs and weights whose sum has this one's time and slots; itself, if it is short."""
-        p, most = self.stages, max(_PERIODS * self.stages, _FEWEST)
-        passes = p * self.chunks * self.microbatches
+        p, k = self.stages, self.slices
+        most = max(-(-_PERIODS * p // k), _FEWEST)
+        passes = p * self.chunks * self.microbatches * k
         shown = self.costs is not None and passes <= _MOST_PASSES
         if shown or self.microbatches <= most + p:
             return ((self, 1.0),)
@@ -201,6 +206,7 @@ def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
         sums_in_slots=plan.zero >= 2,
         together=not plan.ends,
         head_layers=placed.head_layers,
+        slices=plan.slices,
     )
 
 
@@ -221,7 +227,12 @@ def lowering_of(program: Program) -> Lowering:
 @lru_cache(maxsize=512)
 def _lowering_of(p: Program) -> Lowering:
     order = _build(
-        p.schedule, stages=p.stages, microbatches=p.microbatches, chunks=p.chunks, costs=p.costs
+        p.schedule,
+        stages=p.stages,
+        microbatches=p.microbatches,
+        chunks=p.chunks,
+        slices=p.slices if p.slices > 1 else None,
+        costs=p.costs,
     )
     counts = partition([1.0] * (p.layers - 1) + [1.0 + p.head_layers], order.placement)
     return lowering(order, counts, together=p.together)
@@ -256,7 +267,7 @@ def relative(costs: Costs) -> Costs:
     b, w, message = (
         float(f"{value / costs.f:.{_DIGITS}g}") for value in (costs.b, costs.w, costs.message)
     )
-    return Costs(1.0, b, w, message)
+    return Costs(1.0, b, w, message, attention=round(costs.attention, _DIGITS))
 
 
 # Bytes.
@@ -287,10 +298,11 @@ def least_bytes(placed: PlacedPlan, program: Program | None = None) -> float:
     if program is not None:
         return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
     share = SCHEDULES[plan.schedule].in_flight
-    in_flight = plan.microbatches if share is None else min(plan.microbatches, plan.stage * share)
+    in_flight = plan.passes if share is None else min(plan.passes, plan.stage * share)
     kept = dict.fromkeys(RESIDUALS_KEPT, plan.chunks * in_flight)
     crossing = float(not plan.schedule.endswith("-fused"))
     slots = {**kept, "crossing": crossing, "x": 1, "dy": 1, "sent": 0}
+    slots |= dict.fromkeys(CARRIED, plan.chunks)
     return sum(_bytes(placed, {**slots, **least}).values())
 
 
@@ -302,8 +314,8 @@ def _slots_of_order(program: Program) -> Slots:
     def slots(name: str) -> float:
         return grown(program, lambda short: lowering_of(short).num_slots[name])
 
-    names = (*RESIDUALS_KEPT, "crossing", "x", "dy")
-    return {name: slots(name) for name in names} | {"sent": len(late)}
+    names = [*RESIDUALS_KEPT, "crossing", "x", "dy", *(CARRIED if program.slices > 1 else ())]
+    return dict.fromkeys(CARRIED, 0) | {name: slots(name) for name in names} | {"sent": len(late)}
 
 
 def _residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
@@ -314,8 +326,8 @@ def _residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
 def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     """Counts bytes by part: parameters; weights gathered, or copied in the compute dtype; the state
     of the optimizer; sums of gradients, and what they are reduced to; activations until B or W;
-    values from B to W; messages; layers on their way over data; values of the layer, or the logits,
-    at work; the batch."""
+    values from B to W; messages; what slices hand to the next; layers on their way over data;
+    values of the layer, or the logits, at work; the batch."""
     plan, model = placed.plan, placed.model
     layers, outer = placed.layers_per_chunk, placed.outer_parameters
     chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
@@ -335,12 +347,13 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
         "residuals": 0.0 if plan.on_host.residuals else _residual_bytes(placed, slots),
         "crossing": layers * slots["crossing"] * placed.mean("crossing"),
         "inboxes": inboxes,
+        "carries": layers * sum(slots[name] for name in CARRIED) * placed.mean("carry"),
         "moving": _moving_bytes(placed, slots),
         "working": _live_bytes(placed),
         "batch": model.row_bytes * plan.rows * plan.microbatches,
     }
     if plan.on_host.state:  # it comes when the values of layers are gone
-        of_layers = ("residuals", "crossing", "inboxes", "moving", "working")
+        of_layers = ("residuals", "crossing", "inboxes", "carries", "moving", "working")
         left = parts["optimizer"] - sum(parts[name] for name in of_layers)
         parts["optimizer"] = max(0.0, left)
     return parts
@@ -407,18 +420,19 @@ def least_of_family(placed: PlacedPlan) -> float:
     # The last stage waits for the first microbatch; where B and W are one, the first stage also
     # waits for the last gradient to come back.
     back = layer.b + layer.w if plan.schedule.endswith("-fused") else 0.0
+    there = layer.f + layer.more(Kind.F, 0, plan.slices)  # a first slice is the shortest
+    back += layer.more(Kind.B, 0, plan.slices) if back else 0.0
     chunk = placed.model.num_layers / plan.num_chunks
-    fill = (plan.stage - 1) * (chunk * (layer.f + back) + layer.message)
-    *_, whole_head = _passes(placed)
-    head = plan.microbatches * whole_head / plan.stage
-    hidden = hidden_in_pairs(placed) * plan.microbatches * placed.model.num_layers / plan.stage
+    fill = (plan.stage - 1) * (chunk * (there + back) + layer.message)
+    head = plan.passes * _passes(placed).head / plan.stage
+    hidden = hidden_in_pairs(placed) * plan.passes * placed.model.num_layers / plan.stage
     return _layer_seconds(placed, layer) - hidden + fill + head
 
 
 def _seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts the parts of `step_seconds` without transfers under layers."""
     plan, layer = placed.plan, layer_costs(placed)
-    layers, head = _layer_seconds(placed, layer), plan.microbatches * _head(placed)
+    layers, head = _layer_seconds(placed, layer), plan.passes * _head(placed)
     at_end = plan.stage * _head(placed) if plan.ends else 0.0
     hidden = hidden_in_pairs(placed)
     makespan = grown(program, lambda short: replayed(short, layer, head=at_end, hidden=hidden))
@@ -435,13 +449,31 @@ def _seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
 def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
     """Seconds of a stage's layers in a step."""
     plan = placed.plan
-    layers = plan.microbatches * placed.model.num_layers / plan.stage
+    layers = plan.passes * placed.model.num_layers / plan.stage
     return layers * (layer.f + layer.b + layer.w)
 
 
-def _passes(placed: PlacedPlan) -> tuple[float, ...]:
-    """Times F, B and W of a layer, the mean if they differ, without what the layout of weights
-    adds; what these spend in collectives; embedding and head of a microbatch on one stage."""
+class Passes(NamedTuple):
+    """Seconds of a layer and of the head, for the rows of a microbatch or their average slice.
+
+    Args:
+      f, b, w: F, B and W of a layer, the mean if they differ, without what the layout of weights
+        adds.
+      attention: what F and B spend in attention.
+      communication: what the three spend in collectives.
+      head: embedding and head, on one stage.
+    """
+
+    f: float
+    b: float
+    w: float
+    attention: float
+    communication: float
+    head: float
+
+
+def _passes(placed: PlacedPlan) -> Passes:
+    """Times the passes of a plan."""
     return _passes_of(
         *(placed.model, placed.variant, placed.plan.rows, placed.cluster, placed.sharing_links)
     )
@@ -450,7 +482,7 @@ def _passes(placed: PlacedPlan) -> tuple[float, ...]:
 @lru_cache(maxsize=1024)
 def _passes_of(
     model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
-) -> tuple[float, ...]:
+) -> Passes:
     def communicated(layer_pass: Pass) -> float:
         seconds = 0.0
         for collective in layer_pass.collectives:
@@ -464,13 +496,22 @@ def _passes_of(
         seconds += sum(kernel_seconds(kernel, rows, cluster) for kernel in layer_pass.kernels)
         return seconds + communicated(layer_pass)
 
+    def attending(layer_pass: Pass) -> float:
+        fused = (kernel for kernel in layer_pass.kernels if kernel.kind == "attention")
+        return sum(kernel_seconds(kernel, rows, cluster) for kernel in fused)
+
     sizes = model.variants[variant]
     by_kind = [
-        [*map(timed, layer.passes), sum(map(communicated, layer.passes))] for layer in sizes.layers
+        [
+            *map(timed, layer.passes),
+            attending(layer.f) + attending(layer.b),
+            sum(map(communicated, layer.passes)),
+        ]
+        for layer in sizes.layers
     ]
     of_layers = [by_kind[kind] for kind in sizes.kind_of]
     means = (sum(values) / len(of_layers) for values in zip(*of_layers, strict=True))
-    return *means, timed(sizes.head)
+    return Passes._make([*means, timed(sizes.head)])
 
 
 def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
@@ -486,7 +527,7 @@ def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
 def layer_costs(placed: PlacedPlan) -> Costs:
     """Times F, B and W of a layer, the mean if they differ, and a message."""
     plan, cluster = placed.plan, placed.cluster
-    f, b, w, *_ = _passes(placed)
+    f, b, w, attention, *_ = _passes(placed)
     copies, sums = _of_weights(placed)
     f, b, w = f + copies, b + copies, w + sums
     if plan.on_host.residuals:
@@ -496,7 +537,7 @@ def layer_costs(placed: PlacedPlan) -> Costs:
     sent = 0.0
     if plan.stage > 1:
         sent = cluster.device.latency + placed.sizes.message.at(plan.rows) / placed.stage_link
-    return Costs(f, b, w, sent)
+    return Costs(f, b, w, sent, attention=attention / (f + b) if plan.slices > 1 else 0.0)
 
 
 def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
@@ -520,8 +561,9 @@ def hidden_in_pairs(placed: PlacedPlan) -> float:
     """
     if not placed.plan.overlaps or len(placed.sizes.layers) > 1:
         return 0.0
-    f, b, w, communication, _ = _passes(placed)
-    return min(communication, f + b + w - communication)
+    seconds = _passes(placed)
+    computation = seconds.f + seconds.b + seconds.w - seconds.communication
+    return min(seconds.communication, computation)
 
 
 def paired_layers(program: Program) -> np.ndarray:
@@ -556,7 +598,8 @@ def _among_copies(placed: PlacedPlan, size: float, part: float) -> float:
 def chunk_costs(placed: PlacedPlan) -> Costs:
     """Costs of a chunk as a configuration has them: relative to its F, in few digits."""
     layer, share = layer_costs(placed), placed.model.num_layers / placed.plan.num_chunks
-    return relative(Costs(share * layer.f, share * layer.b, share * layer.w, layer.message))
+    f, b, w = (share * cost for cost in (layer.f, layer.b, layer.w))
+    return relative(dataclasses.replace(layer, f=f, b=b, w=w))
 
 
 def _exposed(program: Program, layer: Costs, moved: LayerTransfer) -> float:
@@ -601,7 +644,7 @@ def _replayed(
 ) -> float:
     table = table_of(program)
     costs = [
-        Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
+        dataclasses.replace(layer, f=layers * layer.f, b=layers * layer.b, w=layers * layer.w)
         for layers in table.layer_counts
     ]
     work = np.sum(list(work_of(table, costs).values()), axis=0)
@@ -627,7 +670,7 @@ def _head(placed: PlacedPlan) -> float:
     """Times embedding and head of one microbatch: a stage's part, and sums over stages if all
     compute them together."""
     plan, sizes = placed.plan, placed.sizes
-    *_, whole = _passes(placed)
+    whole = _passes(placed).head
     if plan.stage == 1 or plan.ends:
         return whole / plan.stage
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)

@@ -168,25 +168,29 @@ def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes:
         shapes=tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart),
         expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
         quantized=sum(math.prod(weight.shape) for weight in quantized),
+        carry=_number(0 if kind.carry is None else tree_bytes(kind.carry.shapes)),
     )
 
 
 def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[Counted]:
     """Counts F, B and W of a layer, and both backwards as one."""
-    forward, backward = split.traced.forward.jaxpr, split.traced.backward.jaxpr
+    traced = split.traced
+    forward, source = traced.forward.jaxpr, traced.source
     kept = [*split.kept_until_b, *split.kept_until_w]
-    own = forward.invars[: split.traced.params.num_leaves]
+    own = forward.invars[: traced.params.num_leaves]
     weights = {v: min(compute_bytes, _itemsize(v)) for v in own}
-    returned, source = [*split.traced.outputs, *kept], split.traced.source
+    returned = [*traced.outputs, *kept]
     crosses = set(split.crosses)
-    # What the backward reads of the forward: residuals from slots, or weights.
-    from_slots = {v for v in source if source[v] in kept}
-    read = [v for v in source if jaxprs.is_var(source[v]) and source[v] not in kept]
-    of_weights = {v: min(compute_bytes, _itemsize(v)) for v in read}
-    dx, dparams = backward.outvars[: split.traced.num_x], backward.outvars[split.traced.num_x :]
-    dparams = [v for v in dparams if jaxprs.is_var(v)]
+    carry, carry_gradient = set(traced.carry), set(traced.carry_gradient)
+    # What the backward reads of the forward: residuals and buffers from slots, or weights.
+    in_slots = {*kept, *traced.buffers}
+    variables = {v for v in source if jaxprs.is_var(source[v])}
+    of_slots = {v for v in variables if source[v] in in_slots}
+    from_slots = carry_gradient | of_slots
+    of_weights = {v: min(compute_bytes, _itemsize(v)) for v in variables - of_slots}
+    dx, dparams = traced.dx, [v for v in traced.dparams if jaxprs.is_var(v)]
     programs: list[tuple[Eqns, Sequence[Atom], Vars, Mapping[Atom, int]]] = [
-        (jaxprs.needed(forward.eqns, returned), returned, set(kept), weights),
+        (jaxprs.needed(forward.eqns, returned), returned, carry.union(kept), weights),
         (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
         ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
         ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
@@ -239,6 +243,8 @@ def count(
         else:
             read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
             moved = sum(map(program.bytes, [*read, *written]))
+            if eqn.primitive.name == "dynamic_update_slice":  # in place
+                moved = 2 * program.bytes(eqn.invars[1])
             flops = _flops(eqn)
             name = str(eqn.params.get("name", eqn.primitive.name))
             attends = name in (*_ATTENTION_MATMULS, *_ATTENTION_COMPOSITES)

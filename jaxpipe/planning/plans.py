@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
+from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.transfers import dividing_shares
 
 MASTER_BYTES = 4
 """Bytes of an element of a gradient sum or of the optimizer's state: float32."""
 UNROLLED_LAYERS = 16
-"""Layers per stage up to which one array per layer is worth compiling (docs/benchmarks.md)."""
+"""Layers per stage up to which one array per layer is worth compiling (studies/h100.md)."""
 MOST_ROWS = 64
 """Most rows of a microbatch on one data shard."""
 MOST_STAGES = 64
@@ -90,6 +91,7 @@ class Plan:
       on_host: what lies in the memory of the host.
       expert: data shards, next to each other, that have some of a layer's experts each.
       ends: whether the stages of the first and the last layer compute embedding and head, or all.
+      slices: slices into which the sequences of a microbatch are cut.
     """
 
     stage: int
@@ -108,6 +110,7 @@ class Plan:
     on_host: Offload = NOTHING
     expert: int = 1
     ends: bool = False
+    slices: int = 1
 
     @property
     def overlaps(self) -> bool:
@@ -124,6 +127,11 @@ class Plan:
     def num_chunks(self) -> int:
         """Number of chunks of the model."""
         return self.stage * self.chunks
+
+    @property
+    def passes(self) -> int:
+        """Number of forward passes of a chunk in a step."""
+        return self.microbatches * self.slices
 
     @property
     def batch_rows(self) -> int:
@@ -162,7 +170,8 @@ class PlacedPlan:
     @cached_property
     def variant(self) -> Variant:
         """The choices that decide the sizes of the model's layers."""
-        return Variant(self.plan.context, self.plan.tensor, self.plan.remat, self.plan.expert)
+        plan = self.plan
+        return Variant(plan.context, plan.tensor, plan.remat, plan.expert, plan.slices)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -171,6 +180,8 @@ class PlacedPlan:
     @cached_property
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk, which decides the room of all."""
+        if self.model.num_layers == self.plan.num_chunks:
+            return 1  # whatever the head takes
         return math.ceil((self.model.num_layers + self.head_layers) / self.plan.num_chunks)
 
     @cached_property
@@ -382,9 +393,9 @@ def families(
     on_host: Sequence[Offload] = (NOTHING,),
 ) -> Iterator[Family]:
     """Yields all plans as `plans` does, by what they share."""
-    meshes = sorted({variant.mesh for variant in model.variants})
+    meshes = sorted({(*variant.mesh, variant.slices) for variant in model.variants})
     remats = sorted({variant.remat for variant in model.variants})
-    for context, tensor, expert in meshes:
+    for context, tensor, expert, slices in meshes:
         if cluster.count % (context * tensor) or tensor > cluster.per_host:
             continue
         per_layer = cluster.count // (context * tensor)
@@ -392,6 +403,8 @@ def families(
             if stage > min(model.num_layers, MOST_STAGES):
                 excluded["layers"] += 1
                 continue
+            if stage == 1 < slices:
+                continue  # nothing waits for the first slice
             data = per_layer // stage
             if data % expert:
                 continue
@@ -400,9 +413,16 @@ def families(
                 if batch % (rows * data):
                     excluded["rows"] += 1
                     continue
-                shape = stage, data, context, tensor, expert, batch // (rows * data), rows
+                microbatches = batch // (rows * data)
+                shape = stage, data, context, tensor, expert, slices, microbatches, rows
                 for remat in remats:
                     yield from _families(model, cluster, shape, remat, on_host, excluded)
+
+
+@functools.cache
+def _sliceable() -> set[str]:
+    """Names of schedules that can cut the sequences of a microbatch into slices."""
+    return {entry.name for entry in catalog.entries() if "num_slices" in entry.defaults}
 
 
 def _families(
@@ -414,15 +434,17 @@ def _families(
     excluded: Counter[str],
 ) -> Iterator[Family]:
     """Yields schedules and replicas of one mesh, microbatch and policy, with their options."""
-    stage, data, context, tensor, expert, microbatches, rows = shape
+    stage, data, context, tensor, expert, slices, microbatches, rows = shape
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
     near = max(1, cluster.per_host // (context * tensor))
     replicated = data > near and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
-    ends = who_computes_ends(model, Variant(context, tensor, remat, expert), stage)
+    ends = who_computes_ends(model, Variant(context, tensor, remat, expert, slices), stage)
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
+            continue
+        if slices > 1 and name not in _sliceable():
             continue
         if searched.overlaps and context * tensor * expert == 1:
             continue
@@ -441,7 +463,9 @@ def _families(
                     for host, at_ends in itertools.product(on_host, ends)
                 ]
                 plan = Plan(
-                    *(stage, data, context, tensor, replica, name, chunks, microbatches),
-                    *(rows, remat, zeros[0], 1, weights, on_host[0], expert, ends[0]),
-                )
+                    stage=stage, data=data, context=context, tensor=tensor, replica=replica,
+                    schedule=name, chunks=chunks, microbatches=microbatches, rows=rows,
+                    remat=remat, zero=zeros[0], weight_slots=1, weights=weights,
+                    on_host=on_host[0], expert=expert, ends=ends[0], slices=slices,
+                )  # fmt: skip
                 yield Family(PlacedPlan(plan, model, cluster), options)

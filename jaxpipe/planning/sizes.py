@@ -83,6 +83,7 @@ class LayerSizes(NamedTuple):
       shapes: of its parameters, as the device has them without shards over data.
       expert_shapes: likewise of the parameters that the devices of an expert axis split.
       quantized: elements of the parameters that layers read in 8 bits.
+      carry: bytes that the layer hands from slice to slice of a sequence.
     """
 
     f: Pass
@@ -96,6 +97,7 @@ class LayerSizes(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     expert_shapes: tuple[tuple[int, ...], ...] = ()
     quantized: int = 0
+    carry: Linear = Linear(0.0, 0.0)
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
@@ -114,12 +116,14 @@ class Variant(NamedTuple):
       context, tensor: devices that share it.
       remat: policy of rematerialization.
       expert: data shards that have some of its experts each.
+      slices: slices of a sequence, which it computes one by one.
     """
 
     context: int
     tensor: int
     remat: str
     expert: int = 1
+    slices: int = 1
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -129,6 +133,8 @@ class Variant(NamedTuple):
 
 class Sizes(NamedTuple):
     """A model on so many devices of a layer, with one policy of rematerialization.
+
+    What is computed, moved and kept is that of an average slice, if sequences are cut.
 
     Args:
       layers: the kinds of layers.
@@ -149,7 +155,7 @@ class Sizes(NamedTuple):
     head_live: Linear
 
     def layer_flops(self, rows: int) -> float:
-        """FLOPs of the matmuls of all layers, for one microbatch."""
+        """FLOPs of the matmuls of all layers, for one microbatch or its average slice."""
         return sum(
             self.kind_of.count(kind) * layer_pass.flops(rows)
             for kind, layer in enumerate(self.layers)

@@ -266,7 +266,9 @@ class Pipeline(Assembly):
         """Makes what places an optimizer's state, with shapes and shardings.
 
         ``placing.unplace(state)`` gives it as the optimizer has it for canonical parameters, which
-        fits any mesh, schedule and ZeRO level, and ``placing.place(state)`` undoes that.
+        fits any mesh, schedule and ZeRO level, and ``placing.place(state)`` undoes that;
+        ``placing.to_host(state)`` unplaces it into the memory of the host. ``placing.placed`` and
+        ``placing.canonical`` are the shapes and shardings of both.
         """
         return self.placed_optimizer(optimizer).placing
 

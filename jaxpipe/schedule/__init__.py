@@ -45,6 +45,7 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
+from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.lowering.lower import lower
@@ -54,7 +55,7 @@ from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.trace import trace
-from jaxpipe.schedule.simulate import Costs, Timeline, simulate
+from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate, ticks
 
 __all__ = [
     "Action",
@@ -64,6 +65,7 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
+    "TimedAction",
     "Timeline",
     "Timelines",
     "build",
@@ -79,11 +81,14 @@ __all__ = [
     "lower",
     "page",
     "partition",
+    "read_csv",
     "register",
     "simulate",
+    "ticks",
     "timelines",
     "to_json",
     "trace",
     "validate",
     "wave",
+    "write_csv",
 ]

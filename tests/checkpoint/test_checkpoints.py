@@ -343,7 +343,11 @@ def test_a_mistyped_folder_is_said_to_be_one(two, caplog):
         assert f"Nearest with checkpoints: {whole}." in caplog.text
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_and_a_url_are_no_folders(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"folder='s3://bucket/run' is a URL; checkpoints need a f"
+    ):
+        jaxpipe.Checkpoints("s3://bucket/run")
     (tmp_path / "run").write_text("")
     with pytest.raises(ValueError, match=r"run' is a file; checkpoints need a folder"):
         jaxpipe.Checkpoints(tmp_path / "run")

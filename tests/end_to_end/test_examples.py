@@ -1,7 +1,8 @@
-"""The examples run as scripts, as a newcomer starts them, and traced, which takes less time."""
+"""The notebook and the examples run as they are; traced examples take less time."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -21,8 +22,8 @@ import jaxpipe
 from jaxpipe import testing
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-AROUND_MODELS = [path for path in EXAMPLES if path.name != "first_pipeline.py"]
+NOTEBOOK = ROOT / "examples" / "first_pipeline.ipynb"
+AROUND_MODELS = sorted((ROOT / "examples").glob("*.py"))
 
 
 def run(path: Path) -> str:
@@ -41,17 +42,35 @@ def run(path: Path) -> str:
     return done.stdout
 
 
+def script_and_shown(path: Path) -> tuple[str, str]:
+    """A notebook's cells as a script that also prints pictures, and what the notebook shows."""
+    code, shown = [], []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
+        for output in cell.get("outputs", ()):
+            shown += output.get("text", ())
+            if picture := output.get("data", {}).get("image/svg+xml"):
+                shown += [*picture, "\n"]
+                lines[-1] = f"print({lines[-1]})"
+        code += lines
+    return "\n".join(code), "".join(shown)
+
+
 @pytest.mark.end_to_end
-def test_the_first_pipeline_draws_its_schedule_and_trains():
-    printed = run(ROOT / "examples" / "first_pipeline.py")
+def test_the_notebook_runs_as_it_is_and_shows_what_it_prints(tmp_path):
+    script, shown = script_and_shown(NOTEBOOK)
+    (tmp_path / "notebook.py").write_text(script)
+    printed = run(tmp_path / "notebook.py")
     assert "   3  F3       F2       F1       F0       \n" in printed
-    assert "free-running: makespan 22.2" in printed
-    assert ", device: makespan 22.2" in printed
-    alone, pipelined = re.search(r"without a pipeline (.*), with it (.*)", printed).groups()
-    assert float(alone) == pytest.approx(float(pipelined), abs=2e-6)
-    losses = [float(loss) for loss in re.findall(r"step +\d+: loss (.*)", printed)]
+    before, after = printed.split("without a pipeline ")
+    assert shown.startswith(f"{before}without a pipeline ")
+    alone, pipelined, *losses = map(float, re.findall(r"[\d.]*\.\d+", after))
+    assert alone == pytest.approx(pipelined, abs=2e-6)
     assert len(losses) == 4
-    assert losses[-1] < 0.1 * float(alone)
+    assert losses[-1] < 0.1 * alone
+    _, shown_after = shown.split("without a pipeline ")
+    shown_losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", shown_after)]
+    assert shown_losses == pytest.approx(losses, abs=0.005)
 
 
 @pytest.mark.slow

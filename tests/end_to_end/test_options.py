@@ -1,9 +1,11 @@
 """What a run can do besides: speed, profile, checkpoints by time, skipped steps, evaluation."""
 
 import json
+import re
 
+import numpy as np
 import pytest
-from command import NUM_STEPS, assert_same_run, back_to, saved
+from command import NUM_STEPS, assert_same_run, back_to, saved, weights
 
 pytestmark = pytest.mark.end_to_end
 
@@ -18,7 +20,9 @@ def test_speed_a_profile_and_checkpoints_by_time(toy_trainer, tmp_path):
     )
     finished = toy_trainer.run("--run-dir", run, *options)
     assert saved(run) == [1, 2, 4, 5, 6, 8, NUM_STEPS]  # every printed line
-    assert list((run / "profile").rglob("*.xplane.pb"))
+    (profile,) = (run / "profile").rglob("*.xplane.pb")
+    for name in (b"tick_forward/while/body/F/", b"tick_backward/while/body/B/"):
+        assert name in profile.read_bytes()
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
     ran = [
         sorted((e["tid"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == process)
@@ -27,6 +31,18 @@ def test_speed_a_profile_and_checkpoints_by_time(toy_trainer, tmp_path):
     assert ran[0] == ran[1] != []
     assert (run / "timeline.html").read_text().startswith("<!doctype html>")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "stage_seconds" in record] == [2]
+    seconds = np.zeros(2)
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == 1:
+            seconds[event["tid"]] += event["dur"] / 1e6
+    recorded = np.array(records[1]["stage_seconds"])
+    np.testing.assert_allclose(recorded, seconds, rtol=1e-3)
+    line = re.search(r"\nstage (\d) is the slowest: (\S+) ms .* layers, (\S+) times", finished.out)
+    assert line, finished.out
+    found = int(line[1]), float(line[2]), float(line[3])
+    expected = recorded.argmax(), 1e3 * recorded.max(), recorded.max() / recorded.mean()
+    assert found == pytest.approx(expected, abs=0.01)
     speeds = [record["speed"] for record in records if "speed" in record]
     assert len(speeds) == 7
     for speed in speeds:
@@ -63,3 +79,33 @@ def test_a_run_that_keeps_much_on_the_host_is_the_same_run(toy_trainer, unbroken
     back_to(run, 9)
     assert "resuming" in toy_trainer.run("--run-dir", run, "--resume").out
     assert_same_run(run, unbroken_toy)
+
+
+def test_an_average_of_the_weights_is_evaluated_and_begun_with(toy_trainer, tmp_path):
+    """On another layout, and a run without an average has none."""
+    run, second = tmp_path / "run", tmp_path / "second"
+    decay = "--optimizer.ema-decay", 0.5
+    options = "--train.checkpoint-every", 1, "--train.keep", NUM_STEPS, "--train.steps", 4
+    toy_trainer.run("--run-dir", run, *decay, *options)
+    share = np.array([0.125, 0.25, 0.5, 1.0]) / 1.875
+    after = [
+        {n: x for n, x in weights(run, step) if n.startswith("['params']")} for step in range(1, 5)
+    ]
+    expected = {n: np.tensordot(share, [params[n] for params in after], axes=1) for n in after[0]}
+
+    still = "--train.steps", 1, "--optimizer.warmup-steps", 1, "--optimizer.peak-lr", 1e-30
+    layout = "--mesh.stage", 4, "--mesh.data", 1, "--pipeline.schedule", "gpipe"
+    began = "--init-from", f"{run}@ema"
+    finished = toy_trainer.run("--run-dir", second, *began, *still, *layout)
+    assert f"average of the weights of {run}, step 4\n" in finished.out
+    found = dict(weights(second, 1))
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-6, err_msg=name)
+
+    (record,) = map(json.loads, (second / "metrics.jsonl").read_text().splitlines())
+    finished = toy_trainer.run("--evaluate", *began)
+    assert f"held-out loss {record['eval_loss']:.4f}, largest_error" in finished.out
+    finished = toy_trainer.run("--evaluate", "--init-from", f"{second}@ema", status=2)
+    assert "The run keeps no average of its weights: its optimizer.ema_decay is 0." in finished.err
+    finished = toy_trainer.run("--run-dir", run, "--resume", "--train.steps", 5, status=2)
+    assert "optimizer.ema_decay=0.0 cannot continue the state of the checkpoint" in finished.err

@@ -24,6 +24,7 @@ from command import (
     saved,
     steps,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from train import loop
 from train.run_lock import LOCK_FILE
@@ -79,6 +80,18 @@ def test_a_run_leaves_everything_it_should(unbroken):
     assert (run / "sample.txt").read_text().startswith("the ")
     (events,) = (run / "tensorboard").iterdir()
     assert b"grad_norm" in events.read_bytes()
+    gauges = text_string_to_metric_families((run / "metrics.prom").read_text())
+    newest = {sample.name: (sample.labels, sample.value) for g in gauges for sample in g.samples}
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for name, value in {
+        "step": NUM_STEPS,
+        "loss": last["loss"],
+        "eval_loss": last["eval_loss"],
+        **{f"seconds_{cause}": seconds for cause, seconds in last["seconds"].items()},
+        **{f"speed_{part}": number for part, number in last["speed"].items()},
+        **{name: last[name] for name in ("goodput", "unix_time")},
+    }.items():
+        assert newest[f"jaxpipe_{name}"] == ({"run": run.name}, value)
     # Every checkpoint competes for the best, also one that is not evaluated for the record.
     losses = {
         step: json.loads((run / "checkpoints" / str(step) / "metrics/metrics").read_text())
@@ -169,6 +182,7 @@ def test_sigkill_between_steps_and_during_a_checkpoint_write(unbroken_toy, toy_t
     assert f"removed the lock of process {process.pid} on " in finished.out
     assert "waiting" not in finished.out
     assert f"resuming {run} at step {CHECKPOINT_EVERY}" in finished.out
+    assert re.search(r"\ngoodput \d+\.\d%: step .* restart .* lost ", finished.out)
     assert_same_run(run, unbroken_toy)
     assert [path.name for path in folder.iterdir() if not path.name.isdigit()] == []
     assert not (run / LOCK_FILE).exists()

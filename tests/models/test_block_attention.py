@@ -16,6 +16,7 @@ from jaxpipe import unpipelined
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime.layers.split import split_layer
 from models import block_attention, flash_kernels, gpt
+from models.attention import attend
 from models.block_attention import Scores
 from models.context import Context
 
@@ -114,18 +115,18 @@ def test_devices_of_a_context_compute_equally_many_blocks(devices):
     part, context = 512, Context("context")
     length = 2 * devices * part
 
-    def num_blocks(q, k, v, positions_T):
+    def num_blocks(q, k, v, positions_T, **options):
         seen = block_attention._Seen.of(positions_T, None, k.shape[:2], 0, flash_kernels.BLOCK)
         return (seen.hi - seen.lo).sum(keepdims=True)[0]
 
-    def shared(w_BS):
-        return context.attend(num_blocks, *[context.own(w_BS, 1)] * 3)
+    def shared(w_BSNH):
+        return attend(context, num_blocks, [context.own(w_BSNH, 1)] * 3, None, None, 0)[0]
 
     mesh = jaxpipe.make_mesh(stage=1, context=devices)
     on_devices = jax.shard_map(
         shared, mesh=mesh, in_specs=P(), out_specs=P("context"), check_vma=False
     )
-    per_device = jax.jit(on_devices)(jnp.zeros((1, length)))
+    per_device = jax.jit(on_devices)(jnp.zeros((1, length, 1, 1)))
     assert per_device.min() == per_device.max()
     computed = per_device.sum() * flash_kernels.BLOCK[0] * flash_kernels.BLOCK[1]
     assert computed <= 1.1 * length**2 / 2

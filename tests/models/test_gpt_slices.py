@@ -43,6 +43,7 @@ CASES = [
     ("mixture", "1f1b", 4, False, {}),
     ("grouped", "1f1b", 4, True, {"tensor": 2}),
     ("windows", "zb-h1", 2, False, {"context": 2, "remat": "dots"}),
+    ("latent", "1f1b", 2, True, {"context": 2, "zero": 3}),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 
 import chex
@@ -16,7 +17,7 @@ import jaxpipe
 from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import tree_bytes
 from models import gpt
-from models.attention import causal_attention
+from models.attention import attend, causal_attention
 from models.context import Context
 
 SHAPE = {"vocab_size": 13, "sequence_length": 8, "num_layers": 4, "width": 16, "num_heads": 4}
@@ -40,22 +41,31 @@ def tokens(rows: int, length: int) -> dict:
     return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), "int32")}
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 4), (16, 4)])
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"soft_cap": 0.5, "window": 5}])
-def test_attention_sees_the_whole_sequence(options):
+def test_attention_sees_the_whole_sequence(options, heads, kv_heads):
     """Four devices, each with two early and two late ones of 16 tokens."""
     context = Context("context")
     documents = jnp.tile(jnp.array([0, 0, 0, 1, 1, 1, 1, 2]), (2, 2)) if options else None
-    attention = functools.partial(causal_attention, scale=0.7, documents_BS=documents, **options)
+    sinks = jnp.linspace(-1.0, 1.0, heads) if options else None
+    attention = functools.partial(causal_attention, scale=0.7, **options)
 
     def shared(q, k, v):
-        return context.attend(attention, *(context.own(w, 1) for w in (q, k, v)))
+        own = tuple(context.own(w, 1) for w in (q, k, v))
+        return attend(context, attention, own, documents, None, 0, sinks_N=sinks)[0]
+
+    def whole(q, k, v):
+        return attention(q, k, v, documents_BS=documents, sinks_N=sinks)
 
     mesh, out = jaxpipe.make_mesh(stage=1, context=4), P(None, "context")
     on_devices = jax.shard_map(shared, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False)
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 2, 4))
-    found, want = jax.jit(on_devices)(q, k, v), jax.jit(attention)(q, k, v)
+    q = jax.random.normal(jax.random.key(0), (2, 16, heads, 4))
+    k, v = jax.random.normal(jax.random.key(1), (2, 2, 16, kv_heads, 4))
+    exchanges = "all_to_all" in str(jax.make_jaxpr(on_devices)(q, k, v))
+    assert exchanges == (heads == 8)  # 8 + 4 heads are at most 4 x 4
+    found, want = jax.jit(on_devices)(q, k, v), jax.jit(whole)(q, k, v)
     order = jnp.array([0, 7, 1, 6, 2, 5, 3, 4])
-    want = want.reshape(2, 8, 2, 2, 4)[:, order].reshape(found.shape)
+    want = want.reshape(2, 8, 2, heads, 4)[:, order].reshape(found.shape)
     chex.assert_trees_all_close(found, want, rtol=1e-5, atol=1e-6)
 
 
@@ -69,10 +79,17 @@ def test_outputs_are_whole_sequences_in_order():
     chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("axis", ["context", "tensor"])
-def test_four_devices_keep_a_quarter_each(axis, remat):
+@pytest.mark.parametrize(
+    ("axis", "kv_heads", "remat"),
+    [
+        *itertools.product(["context"], [2], ["none", "dots", "full"]),
+        *itertools.product(["context"], [8], ["dots", "full"]),
+        *itertools.product(["tensor"], [8], ["none", "dots", "full"]),
+    ],
+)
+def test_four_devices_keep_a_quarter_each(axis, kv_heads, remat):
     wide = {"width": 64, "num_heads": 8, "mlp_width": 256, "sequence_length": 64}
+    wide["num_kv_heads"] = kv_heads
     config, batch, found = gpt.GPTConfig(**SHAPE | wide), tokens(8, 64), []
     for devices in (1, 4):
         pipe = pipeline(config, "zb-h1", remat=remat, **{axis: devices})
@@ -87,9 +104,14 @@ def test_four_devices_keep_a_quarter_each(axis, remat):
     assert part["crossing"] <= (0.29 if axis == "tensor" else 0.26) * whole["crossing"]
     if axis == "context":
         split = traced.layers(pipe, batch)[0].kinds[0].split
-        again = 0 if remat == "none" else 2  # B then repeats F, or gathers what F kept first
-        assert collectives(split.traced.forward.jaxpr.eqns) == {"all_gather": 2}
-        assert collectives(split.b) == +collections.Counter(all_gather=again, reduce_scatter=2)
+        forward, b = collectives(split.traced.forward.jaxpr.eqns), collectives(split.b)
+        if kv_heads == 8:  # as many heads as can be exchanged
+            assert forward == {"all_to_all": 4}
+            assert b == {"all_to_all": 8 if remat == "full" else 4}  # B then repeats F
+        else:
+            again = 0 if remat == "none" else 2  # likewise, or gathers what F kept first
+            assert forward == {"all_gather": 2}
+            assert b == +collections.Counter(all_gather=again, reduce_scatter=2)
         assert not collectives([*split.again, *split.w])
 
 

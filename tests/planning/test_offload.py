@@ -117,7 +117,7 @@ def test_the_trainer_writes_what_a_plan_says_and_offers_what_it_can(max_skipped)
     small = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
     given = {"model": small, "optimizer": {"max_skipped": max_skipped, "offload": not max_skipped}}
     planned = Planned(Config(**given), "small")
-    model = planned._sizes([Variant(1, 1, "none")], lambda share: None)
+    model = planned.counted([Variant(1, 1, "none")], lambda share: None)
     assert model.may_offload == (max_skipped == 0)
     for on_host in plans.on_host(model, devices.cluster("h100", 4)):
         text = planned.write(dataclasses.replace(PLAN, on_host=on_host), Costs(1, 1, 1), None)

@@ -291,7 +291,11 @@ def test_schedules_are_compared_on_a_mesh(model, tmp_path, capsys):
         (["--chunks", "0"], "--chunks 0 must be at least 1"),
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 2 shards"),
         (["--layers", "4"], "--layers 4 does not go with --layer-model"),
-        (["--remat", "dots"], "--tensor 1 with --context 1, --expert 1 and --remat dots was not"),
+        (
+            ["--remat", "dots"],
+            "--tensor 1 with --context 1, --expert 1, --remat dots",
+        ),
+        (["--slices", "2"], "--remat none and --slices 2 was not counted"),
         (["--expert", "3"], "--replica 1 and --expert 3 must divide --data 2 shards together"),
         (["--on-host", "weights"], "--on-host weights has weights, which cannot lie there"),
     ):

@@ -207,7 +207,7 @@ def test_long_steps_lie_on_the_line_of_shorter_ones(schedule):
     [("none", 2.67), ("full", 2.50)],
 )
 def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, milliseconds):
-    """Rows "1f1b, unrolled" of docs/benchmarks.md, within 10%."""
+    """Rows "1f1b, unrolled" of benchmarks/studies/h100.md, within 10%."""
     plan = dataclasses.replace(PLAN, remat=remat, weights="unrolled")
     one = placed(OF_ROOFLINE, plan, counted(OF_ROOFLINE, remat, gpus=True))
     costs = cost.layer_costs(one)
@@ -216,7 +216,7 @@ def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, millisec
 
 @pytest.mark.parametrize(("microbatches", "milliseconds"), [(8, 1360), (32, 4869)])
 def test_a_large_model_takes_what_its_compiled_program_does(microbatches, milliseconds):
-    """gpt-52b on 64 H100s in docs/benchmarks.md, shards within hosts, within 6%."""
+    """gpt-52b on 64 H100s in benchmarks/studies/h100.md, shards within hosts, within 6%."""
     plan = Plan(
         stage=8, data=8, context=1, tensor=1, replica=1, schedule="breadth-first-fused",
         chunks=8, microbatches=microbatches, rows=1, remat="full", zero=3, weight_slots=2,

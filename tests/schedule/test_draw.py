@@ -178,6 +178,12 @@ def test_figures_show_costs_that_are_far_apart(costs):
     assert shapes(draw.figure(timeline(p=2, m=2, costs=costs)), "rect")
 
 
+def test_a_notebook_shows_a_figure_as_a_picture_and_prints_no_svg(ticked):
+    figure = draw.figure(ticked)
+    assert ElementTree.fromstring(figure._repr_svg_()).tag.endswith("svg")
+    assert "<rect" not in repr(figure)
+
+
 def test_save_writes_the_same_bytes_twice_and_refuses_other_endings(tmp_path):
     paths = [draw.save(draw.figure(timeline()), tmp_path / f"{i}.svg") for i in range(2)]
     assert paths[0].read_bytes().startswith(b"<?xml")

@@ -18,7 +18,8 @@ from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import linear
-from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+from jaxpipe.schedule.search.bounds import lower_bound
+from jaxpipe.schedule.simulate import UNIT, Costs, Timeline, simulate
 
 NAMES = (
     *("gpipe", "gpipe-fused", "breadth-first", "breadth-first-descending", "modular-fused"),
@@ -129,7 +130,7 @@ def test_slices_in_a_wrong_order_are_refused(position, says):
         validate(wrong)
 
 
-@pytest.mark.parametrize("name", ["dualpipe-v", "zb-v", "auto", "hanayo"])
+@pytest.mark.parametrize("name", ["dualpipe-v", "zb-v", "hanayo"])
 def test_schedules_that_read_no_slices_refuse_them(name):
     with pytest.raises(ValueError, match=rf"slices=4 does not fit schedule '{name}'"):
         sliced(name, 4, 4, 4)
@@ -161,6 +162,34 @@ def test_the_longer_warm_up_of_zb_h2_is_slack_for_later_slices():
     bubbles = [device_clock(s, costs).makespan / (3 * s.num_passes) - 1 for s in (first, second)]
     assert peaks[1] <= peaks[0]
     assert bubbles[1] < bubbles[0] / 3
+
+
+@pytest.mark.parametrize(("limit", "attention"), [(None, 0.5), (2.0, 0.5), (1.5, 0.0)])
+def test_auto_takes_the_named_schedule_that_ends_first_within_the_limit(limit, attention):
+    p, m, k = 4, 4, 4
+    half = Costs(1, 1.2, 0.8, 0.05, attention=attention)
+    found = catalog.build(
+        "auto", stages=p, microbatches=m, slices=k, costs=half, memory_limit=limit
+    )
+    validate(found)
+
+    def on_devices(schedule: Schedule) -> Timeline:
+        chunks = 2 // schedule.num_chunks
+        f, b, w = (chunks * cost for cost in (half.f, half.b, half.w))
+        return device_clock(schedule, dataclasses.replace(half, f=f, b=b, w=w))
+
+    ends, peak = on_devices(found).makespan, max(peak_in_flight(found))
+    assert peak <= (limit or p) * k * found.num_chunks
+    for name in NAMES:
+        other = sliced(name, p, m, k)
+        if max(peak_in_flight(other)) <= (limit or p) * k * other.num_chunks:
+            assert ends <= on_devices(other).makespan
+    assert lower_bound(found.placement, m, on_devices(found).costs, cap=peak, num_slices=k) <= ends
+
+
+def test_auto_says_how_much_memory_slices_need():
+    with pytest.raises(ValueError, match=r"memory_limit=1 .*\nNearest valid: 1\.375\."):
+        catalog.build("auto", stages=4, microbatches=4, slices=4, memory_limit=1)
 
 
 @pytest.mark.parametrize("attention", [0.0, 0.6])

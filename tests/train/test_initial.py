@@ -1,6 +1,7 @@
 """Which weights a run begins with: what is meant, and what is refused before anything compiles."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -38,11 +39,26 @@ def _failures(config):
         ("runs/a@12", "runs/a", "12"),
         ("runs/a@b", "runs/a@b", "latest"),
         ("@3", "@3", "latest"),
+        ("@ema", "@ema", "latest"),
     ],
 )
 def test_what_is_meant(text, folder, which):
     found = initial.parse(text)
-    assert (str(found.folder), found.which) == (folder, which)
+    assert (str(found.folder), found.which, found.averaged) == (folder, which, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "which"),
+    [("runs/a@ema", "latest"), ("runs/a@best@ema", "best"), ("runs/a@3@ema", "3")],
+)
+def test_the_average_is_meant(text, which):
+    assert initial.parse(text) == initial.Source(Path("runs/a"), which, averaged=True)
+
+
+def test_weights_that_are_no_run_have_no_checkpoints(model):
+    for which in ("ema", "best"):
+        with pytest.raises(ValueError, match=f"{model} is no run: it has no checkpoints"):
+            initial.described(initial.parse(f"{model}@{which}"))
 
 
 def test_a_folder_may_have_such_a_name(tmp_path):

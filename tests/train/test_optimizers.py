@@ -64,6 +64,12 @@ def test_what_optax_does_not_take_is_refused(fields, message):
     assert "\n" not in found
 
 
+def test_updates_that_are_scaled_afterwards_have_no_average():
+    fields = {"optimizer": {"ema_decay": 0.9}, "pipeline": {"schedule": "pipemare"}}
+    (failure,) = optimizers.failures(Config.model_validate(fields))
+    assert "Nearest valid: optimizer.ema_decay=0." in failure.message
+
+
 def test_a_schedule_by_name():
     arguments = {"init_value": 0.0, "peak_value": 0.5, "warmup_steps": 5}
     config = _config(schedule="warmup_constant_schedule", schedule_arguments=arguments).optimizer
@@ -87,6 +93,29 @@ def test_the_layout_does_not_change_what_an_optimizer_does(name):
             state, _ = setup.train_step(state, rows(setup), None)
         results.append(jax.device_get(setup.to_canonical(state)))
     chex.assert_trees_all_close(*results, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("zero", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("update", ["chunk", pytest.param("step", marks=pytest.mark.slow)])
+def test_the_average_of_the_weights(update, zero):
+    """After n steps, step i counts decay ** (n - i), and the initial weights nothing."""
+    config = _config(ema_decay=0.75, clip_norm=0.0).model_dump() | TOY
+    config["pipeline"] |= {"schedule": "modular", "chunks": 2, "update": update, "zero": zero}
+    setup = Setup(Config(**config))
+    state, after = setup.init(), []
+    for _ in range(3):
+        state, _ = setup.train_step(state, rows(setup), None)
+        after.append(jax.device_get(setup.to_canonical(state)))
+    average = after[-1].optimizer[optimizers.AVERAGE]
+    assert average.count == 3
+    weights = np.array([0.75**2, 0.75, 1.0])
+    expected = jax.tree.map(
+        lambda *leaves: np.tensordot(weights / weights.sum(), leaves, axes=1),
+        *(saved.params for saved in after),
+    )
+    unbiased = jax.tree.map(lambda leaf: leaf / (1 - 0.75**3), average.ema)
+    chex.assert_trees_all_close(unbiased, expected, rtol=1e-6)
 
 
 @pytest.mark.pipeline

@@ -5,6 +5,7 @@ import pytest
 from train import checks, distributed, errors, tasks, train
 from train.command_line import Invocation
 from train.config import Config, Section
+from train.goodput import Goodput
 
 
 def _integers(section, prefix=""):
@@ -33,7 +34,7 @@ def refuse(tmp_path, monkeypatch):
             section, name = path.split(".") if "." in path else (None, path)
             (tree if section is None else tree.setdefault(section, {}))[name] = value
         with pytest.raises(errors.ConfigError) as error:
-            train._run(Invocation(Config.model_validate(tree), dry_run=dry_run))
+            train._run(Invocation(Config.model_validate(tree), dry_run=dry_run), Goodput())
         # Simulated devices cannot be fewer than one: jax would end in a traceback.
         assert all(mesh.stage > 0 and mesh.data > 0 for mesh in simulated)
         return [failure.message for failure in error.value.failures]

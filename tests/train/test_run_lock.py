@@ -237,7 +237,7 @@ def _left_by(kind, folder, monkeypatch):
 @pytest.mark.parametrize("kind", ["nothing", "a dead process", "a silent one", "other machines"])
 def test_of_many_that_start_at_the_same_instant_one_gets_the_lock(make, folder, kind, monkeypatch):
     taken_over = []
-    monkeypatch.setattr(RunLock, "_end", lambda _, who: taken_over.append(who))
+    monkeypatch.setattr(run_lock, "end_process", lambda _, who: taken_over.append(who))
     _left_by(kind, folder, monkeypatch)
     locks = [make(patience_seconds=1.5, heartbeat_seconds=0.25) for _ in range(8)]
     barrier, outcomes = threading.Barrier(8), []

@@ -52,8 +52,9 @@ def test_what_stands_in_the_place_of_a_file_or_folder_is_said(make, tmp_path, na
 )
 def test_progress_that_no_run_has_written_says_nothing(make, tmp_path, text):
     (tmp_path / run_folder.PROGRESS_FILE).write_text(text)
-    assert run_folder.lost_checkpoints(tmp_path) == []
-    assert run_folder.would_fail_again(tmp_path, make(), step=3) == []
+    config = make().model_copy(update={"run_dir": str(tmp_path)})
+    assert run_folder.lost_checkpoints(config) == []
+    assert run_folder.would_fail_again(config, step=3) == []
     run_folder.note_saved(tmp_path, 7)
     assert run_folder.read_progress(tmp_path).saved == 7
 

@@ -7,7 +7,6 @@ It has residual layers and trains on random numbers. Nothing else names it; the 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -101,7 +100,7 @@ class Toy(Task):
 
     def report(self, params, states, heldout):
         del states
-        path = Path(self.config.run_dir) / self.report_file
+        path = self.config.folder / self.report_file
         path.write_text(str(params["head"]))
         return f"a toy of {len(heldout)} held-out rows", 1.0
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from train.data import stream
 from train.data.stream import Batch
-from train.data.text import Tokens
+from train.data.text import ANSWER, BEGIN, Tokens
 
 _TOGETHER = 8192
 """Most documents that are packed at once; of each such group one row or so is not full."""
@@ -70,7 +70,9 @@ class Packed:
     Args:
       tokens: integers ``[num_tokens]``.
       sequence_length: number of predictions of a row, at least 1.
-      end_of_text: the token after every document.
+      end_of_text: the token after every document, which fills up rows.
+      roles: of the tokens, integers ``[num_tokens]``: only answers are predicted, and documents
+        begin as they say. None if all tokens are predicted.
 
     Example:
       >>> rows = Packed(np.array([5, 6, 0, 7, 8, 9, 0]), 6, end_of_text=0)
@@ -80,12 +82,22 @@ class Packed:
        'documents': [0, 0, 1, 1, 1, 2], 'positions': [0, 1, 0, 1, 2, 0]}
     """
 
-    def __init__(self, tokens: Tokens, sequence_length: int, *, end_of_text: int) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        sequence_length: int,
+        *,
+        end_of_text: int,
+        roles: Tokens | None = None,
+    ) -> None:
         stream.check_sizes(sequence_length=sequence_length)
         self._tokens, self._length, self._end = tokens, sequence_length, end_of_text
-        ends = _positions(tokens, end_of_text)
-        starts = np.concatenate(([0], ends + 1))
-        predictions = np.append(ends, len(tokens) - 1) - starts
+        self._roles = roles
+        if roles is None:
+            starts = np.concatenate(([0], _positions(tokens, end_of_text) + 1))
+        else:
+            starts = _positions(roles, BEGIN)
+        predictions = np.append(starts[1:], len(tokens)) - starts - 1
         # Pieces of a document overlap by one token, so that all but its first are predicted.
         pieces = [
             (start + at, min(sequence_length, count - at))
@@ -122,6 +134,9 @@ class Packed:
                 start, count = self._pieces[piece]
                 part, read = slice(at, at + count), self._tokens[start : start + count + 1]
                 batch["tokens"][row, part], batch["targets"][row, part] = read[:-1], read[1:]
+                if self._roles is not None:
+                    is_prompt = self._roles[start + 1 : start + count + 1] != ANSWER
+                    batch["targets"][row, part][is_prompt] = -1
                 batch["documents"][row, part] = document
                 batch["positions"][row, part] = np.arange(count)
                 at += count

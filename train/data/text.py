@@ -31,6 +31,10 @@ KIND = "text"
 TRAIN_FILE = "train.tokens"
 HELDOUT_FILE = "heldout.tokens"
 END_OF_TEXT = "<|endoftext|>"
+ROLE_FILES = {TRAIN_FILE: "train.roles", HELDOUT_FILE: "heldout.roles"}
+"""Token files that hold, in place of tokens, the roles of a token file's tokens."""
+PROMPT, ANSWER, BEGIN = range(3)
+"""Roles of a token: it is read alone, it is also predicted, or it begins a document."""
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens
 _MAGIC = b"JPTOKENS"
@@ -56,13 +60,15 @@ class DataMeta:
     Args:
       vocab_size: number of tokens the tokenizer knows; every token is below it.
       tokenizer_sha256: hex digest of ``tokenizer.json``.
-      documents_sha256: hex digest of the names and contents of all documents.
+      documents_sha256: hex digest of the names and contents of all documents, or any text.
       train: size of the text to train on.
       heldout: size of the text held out for evaluation.
-      settings: the options of ``train.prepare`` that determine the content.
-      end_of_text: the token after every document.
+      settings: the options of ``train.prepare`` that determine the content, or any object.
+      end_of_text: the token after every document, as ``tokenizer.json`` names it.
       token_ids: the tokens that begin (``bos``), end (``eos``) and fill up (``pad``) a text for a
-        tokenizer that existed before; None if ``end_of_text`` both begins and ends one.
+        tokenizer that existed before, each a token, a list of tokens, or None; None if
+        ``end_of_text`` both begins and ends one.
+      conversations: whether only some tokens are predicted, as their roles say.
     """
 
     vocab_size: int
@@ -73,6 +79,7 @@ class DataMeta:
     settings: dict[str, Any]
     end_of_text: str = END_OF_TEXT
     token_ids: dict[str, Any] | None = None
+    conversations: bool = False
 
 
 class TokenFile:
@@ -200,6 +207,29 @@ def read_tokens(path: str | Path) -> TokenFile:
     if count == 0:
         raise ValueError(f"{where}: {path.name} holds no tokens. {hint}")
     return TokenFile(path, dtype=_DTYPES[itemsize], offset=_HEADER.size, count=count)
+
+
+def read_roles(folder: str | Path, name: str) -> TokenFile | None:
+    """Opens the roles of a token file's tokens; None if all of them are predicted.
+
+    Raises:
+      ValueError: as `read_tokens`, or there are not as many roles as tokens.
+    """
+    if not read_meta(folder).conversations:
+        return None
+    tokens, roles = (read_tokens(Path(folder) / file) for file in (name, ROLE_FILES[name]))
+    if len(tokens) != len(roles):
+        raise ValueError(
+            f"data.path={folder}: {name} holds {len(tokens)} tokens and {ROLE_FILES[name]} "
+            f"{len(roles)} roles: they are not from one preparation. Prepare the folder again."
+        )
+    return roles
+
+
+def predicted(folder: str | Path, name: str) -> Tokens:
+    """Returns the tokens of a file that are predicted; raises ValueError as `read_roles`."""
+    tokens, roles = read_tokens(Path(folder) / name), read_roles(folder, name)
+    return tokens if roles is None else tokens[:][roles[:] == ANSWER]
 
 
 def record_of(name: str) -> str:

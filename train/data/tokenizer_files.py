@@ -58,7 +58,7 @@ def read(folder: Path) -> Known:
         meta = text.read_meta(folder)
         return Known(_whole_texts(folder), meta.end_of_text, text.token_ids(folder))
     tokenizer = _whole_texts(folder)
-    names, ids = _names(folder), _config_ids(folder)
+    names, ids = special_tokens(folder), _config_ids(folder)
     for name, token in names.items():
         ids[name] = tokenizer.token_to_id(token) if ids[name] is None else ids[name]
     known = ids["eos"] if isinstance(ids["eos"], list) else [ids["eos"]]
@@ -120,7 +120,7 @@ def _whole_texts(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _names(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Reads the special tokens, each written as text or as an object with its content."""
     names = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -131,6 +131,25 @@ def _names(folder: Path) -> dict[str, str]:
             if isinstance(token, str):
                 names[name] = token
     return names
+
+
+def template(folder: Path) -> str:
+    """Reads the template in which the tokenizer's model reads conversations.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if (path := folder / FILES[3]).is_file():
+        return path.read_text(encoding="utf-8")
+    source = _json(folder / FILES[1]).get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {named.get("name"): named.get("template") for named in source}.get("default")
+    if not isinstance(source, str):
+        raise ValueError(
+            f"--tokenizer={folder} holds no chat template: neither {FILES[3]}, nor a chat_template "
+            f"in {FILES[1]}."
+        )
+    return source
 
 
 def _config_ids(folder: Path) -> dict[str, Any]:

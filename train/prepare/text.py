@@ -11,7 +11,7 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,28 @@ from rich.progress import Progress
 from train.data import tokenizer_files
 from train.data.folder import META_FILE, TOKENIZER_FILE
 from train.data.text import (
+    BEGIN,
     END_OF_TEXT,
     HELDOUT_FILE,
     KIND,
+    ROLE_FILES,
     TRAIN_FILE,
     DataMeta,
     SplitMeta,
     read_meta,
+    read_roles,
     read_tokens,
     record_of,
     write_tokens,
 )
 from train.data.tokenizer_files import Known
-from train.prepare import folders
+from train.prepare import conversations, folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
 _VOCAB_SIZE = 2048
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
-_BESIDE = frozenset([*map(record_of, (TRAIN_FILE, HELDOUT_FILE)), *tokenizer_files.FILES])
-"""Files that a run, or an existing tokenizer, keeps beside them."""
+_BESIDE = frozenset([*map(record_of, ROLE_FILES), *ROLE_FILES.values(), *tokenizer_files.FILES])
+"""Files that a run, conversations, or an existing tokenizer keep beside them."""
 # Installed packages, tests, and programs that some distributions leave out.
 _STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
@@ -53,6 +56,10 @@ class PrepareOptions(folders.DataOptions):
 
     text: Path | None = None
     """Folder of UTF-8 text files; by default the sources of Python's standard library."""
+    conversations: Path | None = None
+    """In place of text: a file with a line of JSON for each conversation, {"messages": [{"role":
+    "user", "content": "..."}, ...]}, for the chat template of --tokenizer. Only the assistant's
+    messages are predicted."""
     vocab_size: int | None = None
     """Tokens the tokenizer may learn, at least 257; by default 2048."""
     tokenizer: Path | None = None
@@ -60,6 +67,11 @@ class PrepareOptions(folders.DataOptions):
     default one is learned from the text."""
     max_megabytes: float = 12.0
     """Most text to use, in 10^6 bytes; files left out are reported."""
+
+    @property
+    def source(self) -> Path | None:
+        """The folder of text or the file of conversations; None for the standard library."""
+        return self.conversations or self.text
 
     @property
     def learned_size(self) -> int:
@@ -73,7 +85,7 @@ class PrepareOptions(folders.DataOptions):
             content = (self.tokenizer / TOKENIZER_FILE).read_bytes()
             own = f"{self.tokenizer.resolve()}, sha256 {hashlib.sha256(content).hexdigest()}"
         return {
-            "text": "stdlib" if self.text is None else str(self.text.resolve()),
+            "text": "stdlib" if self.source is None else str(self.source.resolve()),
             "vocab_size": self.learned_size if own is None else None,
             "tokenizer": own,
             "heldout_fraction": self.heldout_fraction,
@@ -127,29 +139,24 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     folders.say(console, f"{len(documents)} documents, {megabytes:.2f} MB of text")
     for reason, count in sorted(skipped.items()):
         folders.say(console, f"files left out ({reason}): {count}")
-    sides = [d.text for d in train], [d.text for d in heldout]
     with folders.progress_bar(console) as progress:
-        files, known = _tokenizer(options, sides[0], progress)
-        train_tokens, heldout_tokens = (
-            encode(known.tokenizer, texts, end=known.end_of_text, progress=progress, label=label)
-            for texts, label in zip(sides, ("encode train", "encode held-out"), strict=True)
-        )
+        files, known = _tokenizer(options, [d.text for d in train], progress)
+        sides = {
+            TRAIN_FILE: _encode(options, known, train, progress, label="encode train"),
+            HELDOUT_FILE: _encode(options, known, heldout, progress, label="encode held-out"),
+        }
     meta = DataMeta(
         vocab_size=max(known.tokenizer.get_vocab().values()) + 1,
         tokenizer_sha256=hashlib.sha256(files[TOKENIZER_FILE]).hexdigest(),
         documents_sha256=digest,
-        train=_size(train, train_tokens),
-        heldout=_size(heldout, heldout_tokens),
+        train=_size(train, *sides[TRAIN_FILE]),
+        heldout=_size(heldout, *sides[HELDOUT_FILE]),
         settings=options.settings(),
         end_of_text=known.end_of_text,
         token_ids=known.token_ids,
+        conversations=options.conversations is not None,
     )
-    with folders.appearing(options.out) as folder:
-        for name, content in files.items():
-            folders.write_bytes(folder / name, content)
-        write_tokens(folder / TRAIN_FILE, train_tokens, vocab_size=meta.vocab_size)
-        write_tokens(folder / HELDOUT_FILE, heldout_tokens, vocab_size=meta.vocab_size)
-        folders.write_meta(folder, KIND, meta)
+    _write(options.out, files, sides, meta)
     is_full = options.tokenizer is not None or meta.vocab_size == options.learned_size
     fewer = "" if is_full else " (too little text for more)"
     folders.say(
@@ -174,6 +181,47 @@ def _tokenizer(
     return {TOKENIZER_FILE: learned.to_str().encode()}, known
 
 
+def _write(
+    out: Path,
+    files: Mapping[str, bytes],
+    sides: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
+    meta: DataMeta,
+) -> None:
+    with folders.appearing(out) as folder:
+        for name, content in files.items():
+            folders.write_bytes(folder / name, content)
+        for name, (tokens, roles) in sides.items():
+            write_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
+            if roles is not None:
+                write_tokens(folder / ROLE_FILES[name], roles, vocab_size=BEGIN + 1)
+        folders.write_meta(folder, KIND, meta)
+
+
+def _encode(
+    options: PrepareOptions,
+    known: Known,
+    documents: Sequence[Document],
+    progress: Progress,
+    *,
+    label: str,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the tokens of documents and, of conversations, their roles."""
+    bar: dict[str, Any] = {"progress": progress, "label": label}
+    if options.conversations is None:
+        texts = [document.text for document in documents]
+        return encode(known.tokenizer, texts, end=known.end_of_text, **bar), None
+    assert options.tokenizer is not None
+    template = conversations.ChatTemplate(options.tokenizer)
+    laid_out = []
+    for document in documents:
+        try:
+            laid_out += conversations.laid_out(template, document.text)
+        except ValueError as error:
+            where = f"--conversations={options.conversations}: {document.name}"
+            raise ValueError(f"{where}: {error}.") from error
+    return conversations.encode(known.tokenizer, laid_out, **bar)
+
+
 def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:
     """Reads the text, in an order that depends only on the names.
 
@@ -189,6 +237,9 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
     Raises:
       ValueError: the folder cannot be read or holds no text.
     """
+    if options.conversations is not None:
+        lines = conversations.read(options.conversations)
+        return [Document(f"line {number}", line) for number, line in lines.items()], Counter()
     root = Path(sysconfig.get_path("stdlib")) if options.text is None else options.text
     limit = options.max_megabytes * 1e6
     skipped: Counter[str] = Counter()
@@ -255,6 +306,17 @@ def split_documents(
 
 def _check_options(options: PrepareOptions) -> None:
     problems = options.problems()
+    if options.conversations is not None:
+        if options.text is not None:
+            problems.append(
+                f"--conversations={options.conversations} and --text={options.text} are two "
+                "sources. Leave one of them out, and train on two folders with data.mix."
+            )
+        if options.tokenizer is None:
+            problems.append(
+                f"--conversations={options.conversations} needs the chat template of a tokenizer. "
+                "Name its folder with --tokenizer."
+            )
     if options.tokenizer is not None and options.vocab_size is not None:
         problems.append(
             f"--vocab-size={options.vocab_size} has no effect with --tokenizer="
@@ -268,6 +330,8 @@ def _check_options(options: PrepareOptions) -> None:
     if options.tokenizer is not None:
         try:
             tokenizer_files.read(options.tokenizer)
+            if options.conversations is not None:
+                conversations.ChatTemplate(options.tokenizer)
         except ValueError as error:
             problems.append(str(error))
     if not options.max_megabytes > 0:
@@ -282,7 +346,9 @@ def _check_options(options: PrepareOptions) -> None:
 
 
 def _check_whole(options: PrepareOptions, meta: DataMeta) -> None:
-    sizes = [len(read_tokens(options.out / name)) for name in (TRAIN_FILE, HELDOUT_FILE)]
+    sizes = [len(read_tokens(options.out / name)) for name in ROLE_FILES]
+    for name in ROLE_FILES:
+        read_roles(options.out, name)
     if sizes != [meta.train.tokens, meta.heldout.tokens]:
         raise ValueError(f"its token files are not those of {META_FILE}")
 
@@ -322,9 +388,10 @@ def _cut(document: Document, heldout_fraction: float) -> tuple[list[Document], l
     return [Document(document.name, text[:cut])], [Document(document.name, text[cut:])]
 
 
-def _size(documents: Sequence[Document], tokens: np.ndarray) -> SplitMeta:
-    num_bytes = _num_bytes(documents)
-    return SplitMeta(documents=len(documents), bytes=num_bytes, tokens=len(tokens))
+def _size(documents: Sequence[Document], tokens: np.ndarray, roles: np.ndarray | None) -> SplitMeta:
+    # A conversation may be several documents.
+    count = len(documents) if roles is None else int((roles == BEGIN).sum())
+    return SplitMeta(documents=count, bytes=_num_bytes(documents), tokens=len(tokens))
 
 
 def _num_bytes(documents: Sequence[Document]) -> int:

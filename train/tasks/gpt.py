@@ -82,7 +82,8 @@ class GPT(Task):
             tokens = text.read_tokens(Path(folder) / name)
             if settings.documents == "packed":
                 assert end is not None
-                return Packed(tokens, length, end_of_text=end)
+                roles = text.read_roles(folder, name)
+                return Packed(tokens, length, end_of_text=end, roles=roles)
             windows = text.Windows(tokens, length, end_of_text=end)
             sliced = self.config.pipeline.sequence_slices > 1
             return text.WithTargets(windows) if sliced else windows
@@ -113,10 +114,21 @@ class GPT(Task):
                 f"{self.config.data.path}. Prepare it with: python -m train.prepare --tokenizer "
                 f"{self.config.data.path} --out {folder}"
             )
+        self._check_roles(folder, text.TRAIN_FILE)
         if not len(text.Windows(tokens, self.shape.sequence_length)):
             raise ValueError(
                 f"data.mix={folder} has {len(tokens)} tokens, too few for one row of "
                 f"model.sequence_length={self.shape.sequence_length}. Prepare more text."
+            )
+
+    def _check_roles(self, folder: Path, name: str) -> None:
+        """Raises ValueError unless tokens that are not predicted can be left out."""
+        documents = self.config.data.documents
+        if text.read_roles(folder, name) is not None and documents != "packed":
+            raise ValueError(
+                f"data.path={folder} holds conversations, of which only the assistant's part is "
+                f"predicted, and data.documents={documents} predicts all. Nearest valid: "
+                "data.documents=packed."
             )
 
     def _path_failures(self) -> Iterator[Failure]:
@@ -145,6 +157,7 @@ class GPT(Task):
                 tokens = text.read_tokens(folder / name)
                 if meta is not None:
                     text.check_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
+                    self._check_roles(folder, name)
             except ValueError as error:
                 yield Failure(str(error), ("data.path",))
                 continue
@@ -192,9 +205,7 @@ class GPT(Task):
     def baseline(self, train, heldout):
         del train, heldout
         folder = Path(self.config.data.path)
-        seen, tokens = (
-            text.read_tokens(folder / name) for name in (text.TRAIN_FILE, text.HELDOUT_FILE)
-        )
+        seen, tokens = (text.predicted(folder, name) for name in text.ROLE_FILES)
         loss = text.unigram_loss(seen, tokens, self.shape.vocab_size)
         return f"a unigram model of the same tokens: {loss:.4f}"
 
@@ -215,9 +226,9 @@ class GPT(Task):
             state=states,
         )
         written = settings.prompt + tokenizer.decode(np.asarray(tokens)[0].tolist())
-        path = Path(self.config.run_dir) / self.report_file
-        path.write_text(written + "\n", encoding="utf-8")
-        return f"sample ({path}):\n{written}", None
+        file = self.config.folder / self.report_file
+        file.write_text(written + "\n", encoding="utf-8")
+        return f"sample ({self.config.run_dir}/{self.report_file}):\n{written}", None
 
 
 def _side(meta: text.DataMeta, name: str) -> text.SplitMeta:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -84,14 +83,15 @@ class Transformer(Task):
             tokens = translate.greedy(self.shape, params, batch["source"], max_length=length)
             written += [translation.decode(tokenizer, row) for row in np.asarray(tokens).tolist()]
         written = written[: len(heldout)]
-        path = Path(self.config.run_dir) / self.report_file
+        path = self.config.folder / self.report_file
         lines = [
             f"{pair.locale}\t{pair.source}\t{pair.target}\t{text}"
             for pair, text in zip(heldout.pairs, written, strict=True)
         ]
         path.write_text("locale\tsource\ttarget\ttranslation\n" + "\n".join(lines) + "\n", "utf-8")
         scores = translation.bleu(written, heldout.pairs)
-        text = f"BLEU of {len(heldout)} held-out sentences ({path}): {_scores(scores)}"
+        where = f"{self.config.run_dir}/{self.report_file}"
+        text = f"BLEU of {len(heldout)} held-out sentences ({where}): {_scores(scores)}"
         return text, statistics.mean(scores.values())
 
 

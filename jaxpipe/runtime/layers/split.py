@@ -90,13 +90,23 @@ class _Traced:
         return dict(zip(self.backward.jaxpr.invars, residuals, strict=False))
 
     @cached_property
-    def buffers(self) -> list[Atom]:
-        """The values of each buffer that slices append to, before F and after it."""
+    def carry(self) -> list[Atom]:
+        """The values that a slice hands to the next, each before F and after it."""
         count = len(self.appended)
         before = self.own[: self.num_x][self.num_x - count :]
         after = self.outputs[: len(self.dy)][len(self.dy) - count :]
-        values = zip(before, after, self.appended, strict=True)
-        return [v for *pair, is_one in values if is_one for v in pair]
+        return [v for pair in zip(before, after, strict=True) for v in pair]
+
+    @cached_property
+    def carry_gradient(self) -> list[Atom]:
+        """Their cotangents, before the backward and after it."""
+        count = len(self.appended)
+        return [*self.dy[len(self.dy) - count :], *self.dx[self.num_x - count :]]
+
+    @cached_property
+    def buffers(self) -> list[Atom]:
+        """The values of each buffer that slices append to, before F and after it."""
+        return [v for n, v in enumerate(self.carry) if self.appended[n // 2]]
 
     @cached_property
     def dy(self) -> list[Atom]:

@@ -1,15 +1,16 @@
 """`auto`: the schedule that ends first on devices, under a memory limit.
 
 Candidates are all schedules of this package that fit a placement, as published and reordered for
-the costs, and the orders of a search (`jaxpipe.schedule.search.order_search`). The one that ends
-first on the device clock wins; `jaxpipe.schedule.search.bounds` says how far it is from the best.
+the costs, and the orders of a search (`jaxpipe.schedule.search.order_search`), which knows whole
+sequences. The one that ends first on the device clock wins; `jaxpipe.schedule.search.bounds` says
+how far it is from the best.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Schedule, split_backwards
@@ -52,6 +53,7 @@ def auto(
     num_stages: int,
     num_microbatches: int,
     *,
+    num_slices: int = 1,
     costs: Costs = UNIT,
     layer_costs: Sequence[Costs] | None = None,
     memory_limit: float | None = None,
@@ -75,6 +77,7 @@ def auto(
       layer_costs: costs of every layer, instead of ``costs``, in model order; at least p. Then the
         number of chunks is chosen as well.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
+      num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
 
     Raises:
       ValueError: the memory limit is too small, or there are fewer layers than stages.
@@ -87,16 +90,13 @@ def auto(
     """
     limit = num_stages if memory_limit is None else memory_limit
     layers = [costs] * (2 * num_stages) if layer_costs is None else layer_costs
-    models = _models(num_stages, num_microbatches, layers, limit)
+    models = _models(num_stages, num_microbatches, num_slices, layers, limit)
     first = _First()
     published = _offer_named(first, models)
-    few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
-    actions = 0
-    for model in dict.fromkeys([first.model, *few]):
-        actions += model.num_actions
-        if model.bound < first.makespan and (model == first.model or actions <= _SEARCHED_ACTIONS):
-            seeds = published.get(model) or [*published_schedules(model)]
-            first.offer(model, _searched(model, seeds))
+    if num_slices == 1:
+        _offer_searched(first, models, published)
+    elif first.makespan == math.inf:
+        _refuse_limit(models, limit)
     return dataclasses.replace(
         first.schedule, name="auto", peak_in_flight=peak_in_flight(first.schedule)
     )
@@ -115,7 +115,8 @@ def gain_of_memory(
     """
     p, m = schedule.num_stages, schedule.num_microbatches
     limit = (p if memory_limit is None else memory_limit) + 0.5
-    models, current, larger = _models(p, m, layer_costs, limit), _First(), _First()
+    models = _models(p, m, schedule.num_slices, layer_costs, limit)
+    current, larger = _First(), _First()
     current.offer(next(m for m in models if m.placement == schedule.placement), [schedule])
     _offer_named(larger, models)
     return larger.schedule, 1 - larger.makespan / current.makespan
@@ -131,22 +132,25 @@ class PlacedModel(NamedTuple):
 
     placement: Placement
     num_microbatches: int
+    num_slices: int
     costs: tuple[Costs, ...]
     cap: int
     bound: float
 
     @classmethod
     def of(
-        cls, placement: Placement, m: int, costs: tuple[Costs, ...], memory_limit: float
+        cls, placement: Placement, m: int, k: int, costs: tuple[Costs, ...], memory_limit: float
     ) -> PlacedModel:
         """Makes a model for a limit in microbatches of a full stage."""
-        chunks = placement.num_chunks
-        cap = max(chunks, int(min(memory_limit, m) * chunks))
-        return cls(placement, m, costs, cap, lower_bound(placement, m, costs, cap=cap))
+        parts = placement.num_chunks * k
+        cap = max(parts, int(min(memory_limit, m) * parts))
+        bound = lower_bound(placement, m, costs, cap=cap, num_slices=k)
+        return cls(placement, m, k, costs, cap, bound)
 
     @property
     def num_actions(self) -> int:
-        return 3 * self.placement.num_virtual_stages * self.num_microbatches
+        passes = self.num_microbatches * self.num_slices
+        return 3 * self.placement.num_virtual_stages * passes
 
     @property
     def chunk(self) -> Costs:
@@ -177,7 +181,11 @@ class _First:
 
 
 def _models(
-    num_stages: int, num_microbatches: int, layer_costs: Sequence[Costs], memory_limit: float
+    num_stages: int,
+    num_microbatches: int,
+    num_slices: int,
+    layer_costs: Sequence[Costs],
+    memory_limit: float,
 ) -> list[PlacedModel]:
     """Lists the model on every placement that it allows; refuses what cannot be searched for."""
     problems = []
@@ -192,13 +200,26 @@ def _models(
     places = [linear(num_stages)]
     most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages)
     for chunks in range(2, min(most, len(layer_costs) // num_stages) + 1):
-        if chunks % 2 == 0:
+        if chunks % 2 == 0 and num_slices == 1:
             places.append(wave(num_stages, num_waves=chunks // 2))
         places.append(looped(num_stages, num_chunks=chunks))
+    shape = num_microbatches, num_slices
     return [
-        PlacedModel.of(place, num_microbatches, cut_layers(layer_costs, place)[1], memory_limit)
+        PlacedModel.of(place, *shape, cut_layers(layer_costs, place)[1], memory_limit)
         for place in places
     ]
+
+
+def _refuse_limit(models: Sequence[PlacedModel], memory_limit: float) -> None:
+    """Refuses a memory in which no schedule with slices runs."""
+    least = min(
+        max(peak_in_flight(schedule)) / (model.num_slices * model.placement.num_chunks)
+        for model in models
+        if model.placement.num_chunks <= _FEW_CHUNKS
+        for schedule in _named(model)
+    )
+    rule, others = "no schedule with $num_slices fits", {"num_slices": models[0].num_slices}
+    refuse([Problem("memory_limit", memory_limit, rule, (least,), others, "auto")])
 
 
 def _offer_named(first: _First, models: Sequence[PlacedModel]) -> dict[PlacedModel, list[Schedule]]:
@@ -216,10 +237,28 @@ def _offer_named(first: _First, models: Sequence[PlacedModel]) -> dict[PlacedMod
     return published
 
 
+def _offer_searched(
+    first: _First,
+    models: Sequence[PlacedModel],
+    published: Mapping[PlacedModel, list[Schedule]],
+) -> None:
+    """Offers orders that are searched for on the best placement and on those of few chunks."""
+    few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
+    actions = 0
+    for model in dict.fromkeys([first.model, *few]):
+        actions += model.num_actions
+        if model.bound < first.makespan and (model == first.model or actions <= _SEARCHED_ACTIONS):
+            seeds = published.get(model) or [*published_schedules(model)]
+            first.offer(model, _searched(model, seeds))
+
+
 def published_schedules(model: PlacedModel) -> Iterator[Schedule]:
     """Yields the published schedules that fit, the first of them to end in another order for the
     costs, and one by a rule, which always fits."""
     schedules = _fitting(model, _named(model))
+    if model.num_slices > 1:
+        yield from schedules
+        return
     if _reorders(model):
         schedules.sort(key=lambda schedule: makespan(schedule, model.chunk))
         schedules += [in_time(schedule, model.chunk) for schedule in schedules[:1]]
@@ -243,13 +282,14 @@ def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]
     Fused variants are left out: those with B and W end no later.
     """
     p, m, v = model.placement.num_stages, model.num_microbatches, model.placement.num_chunks
+    k = model.num_slices
     schedules = []
     if v == 1 and model.placement == linear(p):
-        schedules = [gpipe(p, m), one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m)]
+        schedules = [make(p, m, num_slices=k) for make in (gpipe, one_f_one_b, zb_h1, zb_h2)]
     elif model.placement == looped(p, num_chunks=v):
-        schedules = [interleaved(p, m, num_chunks=v), interleaved_zb(p, m, num_chunks=v)]
-        schedules.append(breadth_first(p, m, num_chunks=v))
-        groups = range(-(-p // 2), p)
+        looping = interleaved, interleaved_zb, breadth_first
+        schedules = [make(p, m, num_chunks=v, num_slices=k) for make in looping]
+        groups = range(-(-p // 2), p) if k == 1 else ()
         schedules += [interleaved(p, m, num_chunks=v, group=group) for group in groups]
     elif v % 2 == 0 and model.placement == wave(p, num_waves=v // 2):
         costs = model.chunk if reordered else UNIT

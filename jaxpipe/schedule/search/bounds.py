@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, Timeline
 
 
 def lower_bound(
-    placement: Placement, num_microbatches: int, costs: Sequence[Costs], *, cap: float = math.inf
+    placement: Placement,
+    num_microbatches: int,
+    costs: Sequence[Costs],
+    *,
+    cap: float = math.inf,
+    num_slices: int = 1,
 ) -> float:
     """A time before which no schedule of a placement ends.
 
@@ -22,17 +29,20 @@ def lower_bound(
 
     Args:
       costs: costs of every virtual stage.
-      cap: the most chunks in flight on a stage.
+      cap: the most chunks in flight on a stage, or slices of them.
+      num_slices: slices of a microbatch's sequences; the first is the shortest.
 
     Example:
       >>> from jaxpipe.schedule.placement import wave
       >>> lower_bound(wave(2), 4, [Costs(1, 1, 1)] * 4, cap=4)
       25.0
     """
+    m, average = num_microbatches * num_slices, costs
+    costs = [_first_slice(cost, num_slices) for cost in costs]
     down, up = _ways(placement, costs)
-    m, ends = num_microbatches, [down[-1] + up[0] + costs[-1].f + costs[0].b + costs[0].w]
+    ends = [down[-1] + up[0] + costs[-1].f + costs[0].b + costs[0].w]
     for own_stages in placement.virtual_stages:
-        critical = m * math.fsum(costs[s].f + costs[s].b for s in own_stages)
+        critical = m * math.fsum(average[s].f + average[s].b for s in own_stages)
         weights = m * math.fsum(costs[s].w for s in own_stages)
         reaches = down[own_stages[0]]
         # The last B of the stage is followed by the way of its gradient, or by deferred W.
@@ -63,12 +73,18 @@ def gap(timeline: Timeline) -> str:
         schedule.num_microbatches,
         timeline.costs,
         cap=max(timeline.peak_in_flight),
+        num_slices=schedule.num_slices,
     )
     above = max(0.0, timeline.makespan / bound - 1)
     return (
         f"{schedule.name}: {timeline.makespan:.4g}, at most {above:.1%} above the optimum on this "
         "placement at this peak"
     )
+
+
+def _first_slice(cost: Costs, num_slices: int) -> Costs:
+    f, b = (cost.of(kind) + cost.more(kind, 0, num_slices) for kind in (Kind.F, Kind.B))
+    return dataclasses.replace(cost, f=f, b=b)
 
 
 def _ways(placement: Placement, costs: Sequence[Costs]) -> tuple[list[float], list[float]]:

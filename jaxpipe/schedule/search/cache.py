@@ -23,7 +23,7 @@ from jaxpipe.files import read_json
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.formats.json_format import from_json, to_json
 
-_CACHE_VERSION = 13
+_CACHE_VERSION = 14
 """Version of the searches, to be raised when one finds other schedules."""
 
 

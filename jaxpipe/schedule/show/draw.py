@@ -22,6 +22,7 @@ from jaxpipe.schedule.show.looks import (
 from jaxpipe.schedule.show.svg import (
     DIGIT,
     GREY,
+    Picture,
     document,
     element,
     inside,
@@ -45,6 +46,8 @@ _BOX, _MEMORY, _GAP, _MARGIN = 24.0, 80.0, 24.0, 60.0
 """Heights of a stage, of the curves of memory and of the gap below them; margins at the sides."""
 _SHORTEST = 18.0
 """Width of the shortest box, if there is room."""
+_ENTRY = 160.0
+"""Width of the longest entry of the legend."""
 
 
 class _Band(NamedTuple):
@@ -63,12 +66,12 @@ class _Band(NamedTuple):
         return start < self.first + self.span and end > self.first
 
 
-def figure(timeline: Timeline) -> str:
+def figure(timeline: Timeline) -> Picture:
     """Draws a timeline as SVG, and the activations in flight beneath it.
 
     Boxes are numbered by microbatch and coloured by kind; later chunks are darker. Lines are
     messages, from the end of the action to the moment they can be read. Long timelines continue in
-    further rows. The curves count microbatches of a full stage.
+    further rows. The curves count microbatches of a full stage. A notebook shows the picture.
 
     Example:
       >>> from jaxpipe.schedule.generators.gpipe import gpipe
@@ -104,11 +107,12 @@ def figure(timeline: Timeline) -> str:
         label(_MARGIN + width / 2, top - 8, "time, in the unit of the costs", anchor="middle")
     )
     entries = [*_legend(timeline, exchanged if detailed else None)]
+    columns = min(4, int(width / _ENTRY))
     for k, (mark, meaning) in enumerate(entries):
-        x, y = _MARGIN + k % 4 * width / 4, top + 10 + 14 * (k // 4)
+        x, y = _MARGIN + k % columns * width / columns, top + 10 + 14 * (k // columns)
         drawn.append(inside(x, y - 5, 12, 10, [mark]))
         drawn.append(label(x + 16, y, meaning))
-    height = top + 16 + 14 * -(-len(entries) // 4)
+    height = top + 16 + 14 * -(-len(entries) // columns)
     return document(width + 2 * _MARGIN, height, drawn)
 
 

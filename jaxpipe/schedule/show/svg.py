@@ -54,7 +54,17 @@ def line(points: Sequence[tuple[float, float]], stroke: str, width: float = 0.7)
     return element("polyline", points=written, fill="none", stroke=stroke, stroke_width=width)
 
 
-def document(width: float, height: float, elements: Iterable[str]) -> str:
+class Picture(str):
+    """An SVG document, which a notebook shows as a picture."""
+
+    def __repr__(self) -> str:
+        return f"<SVG of {len(self)} characters>"
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def document(width: float, height: float, elements: Iterable[str]) -> Picture:
     """Writes a picture of this size, in pixels, on white."""
     size = f'width="{_number(width)}" height="{_number(height)}"'
     lines = [
@@ -63,7 +73,7 @@ def document(width: float, height: float, elements: Iterable[str]) -> str:
         rectangle(0, 0, width, height, "white"),
         *elements,
     ]
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return Picture("\n".join([*lines, "</svg>"]) + "\n")
 
 
 def save(picture: str, path: str | Path) -> Path:
