@@ -23,7 +23,8 @@ from jaxpipe import testing
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "first_pipeline.ipynb"
-AROUND_MODELS = sorted((ROOT / "examples").glob("*.py"))
+LOOP = ROOT / "examples" / "nnx_training_loop.py"
+AROUND_MODELS = sorted({*(ROOT / "examples").glob("*.py")} - {LOOP})
 
 
 def run(path: Path) -> str:
@@ -74,6 +75,15 @@ def test_the_notebook_runs_as_it_is_and_shows_what_it_prints(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_loop_of_nnx_has_the_same_losses_with_a_pipeline():
+    pairs = re.findall(r"step \d+: loss (.*), with a pipeline (.*)", run(LOOP))
+    alone, pipelined = np.array(pairs, float).T
+    assert len(alone) == 20
+    np.testing.assert_allclose(pipelined, alone, rtol=1e-5)
+    assert pipelined[-1] < 0.2 * pipelined[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
 def test_a_model_of_somebody_else_s_is_compared_and_trains(path):
     printed = run(path)
@@ -111,17 +121,31 @@ def traced_step(train_step):
     return make
 
 
+@pytest.fixture
+def trace(monkeypatch, capsys):
+    """Traces an example to its end, and returns what it prints: 1 for a number that is traced."""
+
+    def trace(path: Path) -> str:
+        jax.eval_shape(lambda: runpy.run_path(str(path), run_name="__main__") and None)
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(testing, "simulate_devices", lambda count: None)  # there are 8 already
+    monkeypatch.setattr(jax.core.Tracer, "__format__", lambda _, spec: format(1, spec))
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return trace
+
+
+@pytest.mark.end_to_end
+def test_a_loop_of_nnx_is_traced_with_a_pipeline(trace):
+    assert trace(LOOP).count(": loss 1.000000, with a pipeline 1.000000\n") == 20
+
+
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
-def test_an_example_runs_to_its_end_with_a_pipeline_that_is_traced(path, monkeypatch, capsys):
+def test_an_example_runs_to_its_end_with_a_pipeline_that_is_traced(path, monkeypatch, trace):
     monkeypatch.setattr(testing, "assert_matches_unpipelined", traced_comparison)
-    monkeypatch.setattr(testing, "simulate_devices", lambda count: None)  # there are 8 already
     monkeypatch.setattr(jaxpipe.Pipeline, "train_step", traced_step(jaxpipe.Pipeline.train_step))
-    # Numbers that an example prints of its own.
-    monkeypatch.setattr(jax.core.Tracer, "__format__", lambda _, spec: format(1, spec))
-    monkeypatch.syspath_prepend(path.parent)
-    jax.eval_shape(lambda: runpy.run_path(str(path), run_name="__main__") and None)
-    printed = capsys.readouterr().out
+    printed = trace(path)
     assert printed.startswith("the pipeline gives what the model gives\n")
     assert printed.count(": loss 0.000") == 4
 

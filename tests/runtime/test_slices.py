@@ -218,6 +218,7 @@ def _hands_on_all(w, x, batch, rng, carry=None, start=0):
         ({}, {}, 32, r"into 32 slices.\nNearest valid: 32\."),
         ({"layer": _hands_on_all}, {}, 4, "must keep its structure, shapes"),
         ({"layer": lambda w, x, batch, rng: x}, {}, 4, "start"),
+        ({"layer": lambda w, x, batch, rng, carry, start: x}, {}, 4, "runs whole sequences"),
         ({"carry": lambda x, batch, k: jnp.zeros(3, int)}, {}, 4, "only floating-point arrays"),
         ({"carry": (_half, _half)}, {}, 4, "must have one for each function of Model.layer"),
         ({"stateful": True}, {}, 4, "may have a carry or a state, not both"),

@@ -41,7 +41,7 @@ def test_all_failures_of_build_come_together():
         ("dualpipe-v", {"chunks": 4}, r"each of its stages holds 2 chunks\.\nNearest valid: 2\."),
         ("gpipe", {"group": 4}, r"^group=4 .* does not read it\.\nNearest valid: leave"),
         ("zb-h1", {"memory_limit": 4}, r"^memory_limit=4 .* does not read it"),
-        ("zb-v", {"slices": 4}, r"^slices=4 .*\n.* Read by gpipe, .*, interleaved-zb\.$"),
+        ("zb-v", {"slices": 4}, r"^slices=4 .*\n.* Read by gpipe, .*, interleaved-zb, auto\.$"),
         ("hanayo", {"chunks": 3}, r"chunks=3 .* a multiple of 2\.\nNearest valid: 2, 4\."),
         ("hanayo", {"chunks": 1}, r"chunks=1 .* a multiple of 2\.\nNearest valid: 2\."),
         ("hanayo", {"memory_limit": 0.5}, r"memory_limit=0\.5 .*\nNearest valid: 1\."),

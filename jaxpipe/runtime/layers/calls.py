@@ -37,7 +37,9 @@ def misfits(model: Model) -> Iterator[str]:
                 call = f"{kind}({', '.join(arguments)})"
                 inspect.signature(function).bind(*arguments)
         except TypeError as error:
-            yield f"Model.{name} cannot be called as {call}: {error}."
+            whole = kind == "layer" and model.carry is not None and "carry" not in arguments
+            note = " A layer with a carry also runs whole sequences, without one." if whole else ""
+            yield f"Model.{name} cannot be called as {call}: {error}.{note}"
         except ValueError:  # some built-in functions do not say what they take
             continue
 

@@ -77,7 +77,8 @@ class Model:
         -> (x, carry)``, where ``start`` is the position of the slice in its sequence, and
         ``microbatch`` is cut like x. Without slices they are called without, for the whole
         sequence. A tuple of functions if layers differ in it; ``()`` for layers that do not mix
-        tokens.
+        tokens. Embed, head and output see slices, too: positions come with the batch, and losses
+        and metrics are combined like those of microbatches.
       output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
         `Pipeline.outputs`; by default the last layer's x. It must be the same on every stage and
         along every model axis, so it gathers what these split.
