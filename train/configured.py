@@ -173,8 +173,9 @@ def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
     scale = 2 * config.mesh.stage / math.fsum(layer_costs)
     half = costs(config)
     message = half.message or _EXCHANGE * (half.f + half.b + half.w)
+    kinds = {"f": half.f, "b": half.b, "w": half.w}
     layers = [
-        Costs(half.f * scale * c, half.b * scale * c, half.w * scale * c, message)
+        dataclasses.replace(half, message=message, **{n: t * scale * c for n, t in kinds.items()})
         for c in layer_costs
     ]
     return schedules.build(

@@ -80,6 +80,15 @@ def test_auto_places_a_models_layers_unless_they_are_placed():
     assert configured.order(told).num_chunks == 2
 
 
+def test_auto_counts_that_later_slices_take_longer():
+    """zb-h2, whose long warm-up is slack for later slices; without attention, two chunks."""
+    sliced = {"mesh__stage": 4, "pipeline__sequence_slices": 4}
+    for attention, chunks in ((0.0, 2), (0.5, 1)):
+        config = _config(model=_GPT | {"num_layers": 8}, **sliced, costs={"attention": attention})
+        found = configured.searched(config, [1.0] * 8)
+        assert (found.num_slices, found.num_chunks) == (4, chunks)
+
+
 def test_a_choice_is_read_as_it_was_written(path, recorded):
     assert configured.read_choice(path, _config()) == recorded
     assert [each.name for each in path.parent.iterdir()] == [path.name]
