@@ -284,7 +284,7 @@ def test_bad_csv_gets_status_2_and_one_message(tmp_path, capsys, content, expect
         (["compare", *SHAPE, "--stage-costs", "1,0,1"], "costs.b=0.0 must be"),
         (["compare", *SHAPE, "--layer-costs", "1,1,1"], "needs --layers, the layers of the whole"),
         (["compare", "1f1b", "zb-v", *SHAPE, "--chunks", "4"], "none of 1f1b, zb-v lets one"),
-        (["compare", "zb-v", "auto", *SHAPE, "--slices", "4"], "none of zb-v, auto lets one"),
+        (["compare", "zb-v", "hanayo", *SHAPE, "--slices", "4"], "none of zb-v, hanayo lets one"),
         (["compare", *SHAPE, "--slices", "0"], "--slices 0 must be at least 1"),
         (["compare", *SHAPE, "--layers", "3"], "--layers 3 is too few for --stages 4"),
         (

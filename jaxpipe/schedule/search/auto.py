@@ -128,14 +128,15 @@ class PlacedModel(NamedTuple):
     Args:
       cap: the most chunks in flight on a stage.
       bound: time before which no schedule ends.
+      num_slices: slices of a microbatch's sequences.
     """
 
     placement: Placement
     num_microbatches: int
-    num_slices: int
     costs: tuple[Costs, ...]
     cap: int
     bound: float
+    num_slices: int = 1
 
     @classmethod
     def of(
@@ -145,7 +146,7 @@ class PlacedModel(NamedTuple):
         parts = placement.num_chunks * k
         cap = max(parts, int(min(memory_limit, m) * parts))
         bound = lower_bound(placement, m, costs, cap=cap, num_slices=k)
-        return cls(placement, m, k, costs, cap, bound)
+        return cls(placement, m, costs, cap, bound, k)
 
     @property
     def num_actions(self) -> int:
