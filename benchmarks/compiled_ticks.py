@@ -1,4 +1,4 @@
-"""What the ticks of a compiled step contain: collectives, their edges, and whole buffers."""
+"""Collectives, edges of messages, and copies of whole buffers in the ticks of a compiled step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does XLA compile the training step to on TPUs? Needs no TPU, and runs nothing.
+"""Compiles the training step for TPUs, and reads the program. Needs no TPU, and runs nothing.
 
 GPT, width 1024, 2 layers per chunk, bfloat16 compute, on 8 chips of TPU v5e, of one slice or of
 two: 4 stages x 2 data shards, 16 microbatches of 2 rows. The scheduled program shows, for one tick:

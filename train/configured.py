@@ -173,18 +173,14 @@ def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
     scale = 2 * config.mesh.stage / math.fsum(layer_costs)
     half = costs(config)
     message = half.message or _EXCHANGE * (half.f + half.b + half.w)
-    kinds = {"f": half.f, "b": half.b, "w": half.w}
-    layers = [
-        dataclasses.replace(half, message=message, **{n: t * scale * c for n, t in kinds.items()})
-        for c in layer_costs
-    ]
+    half = dataclasses.replace(half, message=message)
     return schedules.build(
         "auto",
         stages=config.mesh.stage,
         microbatches=config.pipeline.microbatches,
         slices=slices(config),
         memory_limit=config.pipeline.memory_limit,
-        layer_costs=layers,
+        layer_costs=[half.times(scale * cost) for cost in layer_costs],
     )
 
 

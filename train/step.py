@@ -129,9 +129,7 @@ class Setup:
         unit = (costs.f + costs.b + costs.w) * order.placement.num_virtual_stages / sum(layers)
 
         def makespan(loads: list[float], **options: Any) -> float:
-            more = sum(loads) / sum(layers)
-            f, b, w = (more * cost for cost in (costs.f, costs.b, costs.w))
-            scaled = dataclasses.replace(costs, f=f, b=b, w=w)
+            scaled = costs.times(sum(loads) / sum(layers))
             counts = given or partition(loads, order.placement)
             return device_clock(order, chunk_costs(scaled, loads, counts), **options).makespan
 

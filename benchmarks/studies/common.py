@@ -17,9 +17,10 @@ from matplotlib.figure import Figure
 import jaxpipe
 from benchmarks import harness
 from jaxpipe.planning import cost, counting, without_devices
-from jaxpipe.planning.cost import Prediction, Program, grown, least_bytes, table_of
+from jaxpipe.planning.cost import Prediction, least_bytes
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.plans import PlacedPlan, Plan, plans
+from jaxpipe.planning.program import Program, grown, table_of
 from jaxpipe.planning.search import Goal, evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -130,10 +131,7 @@ def _steps(goal: Goal, placed: PlacedPlan) -> float:
 def hidden(found: Prediction) -> Mapping[str, float]:
     """Seconds by part if messages travel while stages compute and delay only who waits for them."""
 
-    def chunk(layers: int, layer: Costs) -> Costs:
-        return Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
-
-    return on_free_clock(found, chunk)
+    return on_free_clock(found, lambda layers, layer: layer.times(layers))
 
 
 def on_free_clock(found: Prediction, chunk: Callable[[int, Costs], Costs]) -> Mapping[str, float]:

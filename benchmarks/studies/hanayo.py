@@ -24,7 +24,7 @@ from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.simulate import UNIT, Costs, simulate
+from jaxpipe.schedule.simulate import UNIT, simulate
 
 MODEL = common.gpt_of(layers=64, width=2560, heads=64, length=1024)
 CLUSTERS = {
@@ -78,7 +78,7 @@ def timed(placed: PlacedPlan) -> Timed:
     """Layers, messages and sums of gradients; embedding and head, equal for all, are left out."""
     plan, copies = placed.plan, 2 if placed.plan.schedule == "chimera" else 1
     layer, layers = cost.layer_costs(placed), placed.model.num_layers / plan.num_chunks
-    costs = Costs(layers * layer.f, layers * layer.b, layers * layer.w, layer.message)
+    costs = layer.times(layers)
     if copies == 2:
         peak = chimera.peak(plan.stage, plan.microbatches)
         makespan = chimera.makespan(plan.stage, plan.microbatches, costs)

@@ -18,8 +18,9 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
-from jaxpipe.planning.cost import Prediction, Program, table_of
+from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.program import Program, table_of
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.lowering.table import NONE

@@ -131,8 +131,7 @@ def layers_of_model(
     if stage_costs is None:
         return [parse_costs(layer_costs or "", option="layer_costs")] * count
     stage, share = parse_costs(stage_costs, option="stage_costs"), stages / count
-    f, b, w = (share * cost for cost in (stage.f, stage.b, stage.w))
-    return [dataclasses.replace(stage, f=f, b=b, w=w)] * count
+    return [stage.times(share)] * count
 
 
 def check_size(stages: int, microbatches: int, chunks: int) -> None:

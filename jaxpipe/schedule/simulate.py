@@ -66,6 +66,16 @@ class Costs:
         both = self.b + self.w
         return {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w, Kind.BW: both}[kind]
 
+    def times(self, factor: float) -> Costs:
+        """The costs of so many chunks, or of a share of one, between the same messages.
+
+        Example:
+          >>> Costs(1, 2, 1, message=0.1).times(2)
+          Costs(f=2, b=4, w=2, message=0.1, overlap=0.0, attention=0.0)
+        """
+        f, b, w = (factor * cost for cost in (self.f, self.b, self.w))
+        return dataclasses.replace(self, f=f, b=b, w=w)
+
     def more(self, kind: Kind, number: Any, num_slices: int) -> Any:
         """How much longer such an action takes for the slice of this number, counted over all
         sequences: an integer, or an array of them."""

@@ -15,6 +15,7 @@ import yaml
 import jaxpipe
 from jaxpipe.planning import cost, counting, devices, plans
 from jaxpipe.planning.plans import PlacedPlan, Plan
+from jaxpipe.planning.program import table_of
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
@@ -143,7 +144,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(zero, schedule, chunks, slots
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)
     pipe = pipeline(
-        schedule=cost.table_of(program).schedule, stage=2, data=4, expert=expert, zero=zero,
+        schedule=table_of(program).schedule, stage=2, data=4, expert=expert, zero=zero,
         weight_slots=slots, compute_dtype="bfloat16",
     )  # fmt: skip
     carried = buffers(pipe, batch(PLAN.batch_rows))

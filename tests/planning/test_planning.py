@@ -12,8 +12,8 @@ import pytest
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, sizes, without_devices
-from jaxpipe.planning.cost import grown
 from jaxpipe.planning.plans import PlacedPlan, Plan
+from jaxpipe.planning.program import Program, grown, table_of
 from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
@@ -165,7 +165,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)
     pipe = pipeline(
-        SMALL, data=2, schedule=cost.table_of(program).schedule, remat=remat, zero=zero,
+        SMALL, data=2, schedule=table_of(program).schedule, remat=remat, zero=zero,
         weights=weights, weight_slots=slots, compute_dtype="bfloat16", fp8=fp8,
     )  # fmt: skip
     carried = buffers(pipe, batch(SMALL, plan.batch_rows))
@@ -192,11 +192,11 @@ def test_long_steps_lie_on_the_line_of_shorter_ones(schedule):
     program = cost.program_of(one, published=True)
     assert len(program.shorter()) == 2
     layer = cost.layer_costs(one)
-    costs = dataclasses.replace(layer, **{n: 8 // 4 // chunks * getattr(layer, n) for n in "fbw"})
-    schedule = cost.table_of(program).schedule
+    costs = layer.times(8 // 4 // chunks)
+    schedule = table_of(program).schedule
     whole = device_clock(schedule, costs, together=program.together).makespan
     assert grown(program, lambda short: cost.replayed(short, layer)) == pytest.approx(whole)
-    slots = cost.table_of(program).num_slots
+    slots = table_of(program).num_slots
     residuals = cost.device_bytes(one, program)["residuals"]
     held = slots["until_b"] * one.mean("until_b") + slots["until_w"] * one.mean("until_w")
     assert residuals == pytest.approx(one.layers_per_chunk * held)
@@ -231,7 +231,7 @@ def test_pairs_hide_what_layers_communicate():
     shape = {"chunks": 2, "tensor": 2, "microbatches": 16, "ends": True}
     sizes_of_two = counted(SMALL, tensor=2)
 
-    def predicted(schedule: str) -> tuple[PlacedPlan, cost.Program, dict[str, float]]:
+    def predicted(schedule: str) -> tuple[PlacedPlan, Program, dict[str, float]]:
         plan = dataclasses.replace(PLAN, schedule=schedule, **shape)
         on_devices = placed(SMALL, plan, sizes_of_two)
         program = cost.program_of(on_devices, published=True)

@@ -12,6 +12,7 @@ import pytest
 import jaxpipe
 from jaxpipe.planning import cost, counting, devices, plans, without_devices
 from jaxpipe.planning.plans import PlacedPlan, Plan
+from jaxpipe.planning.program import grown, table_of
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
@@ -87,7 +88,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(schedule, chunks, monkeypatch
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)
     pipe = pipeline(
-        cost.table_of(program).schedule, data=2, remat="full", weights="unrolled",
+        table_of(program).schedule, data=2, remat="full", weights="unrolled",
         compute_dtype="bfloat16",
     )  # fmt: skip
     kept = {name: tree_bytes(t) for name, t in buffers(pipe, batch(one.plan.batch_rows)).items()}
@@ -103,11 +104,11 @@ def test_steps_are_those_of_the_device_clock():
     assert len(program.shorter()) == 2
     layer = cost.layer_costs(one)
     assert 0 < layer.attention < 1
-    costs = dataclasses.replace(layer, **{n: 2 * getattr(layer, n) for n in "fbw"})
-    order = cost.table_of(program).schedule
+    costs = layer.times(2)
+    order = table_of(program).schedule
     assert order.num_slices == SLICES
     whole = device_clock(order, costs, together=program.together).makespan
-    found = cost.grown(program, lambda short: cost.replayed(short, layer))
+    found = grown(program, lambda short: cost.replayed(short, layer))
     assert found == pytest.approx(whole)
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu_compile.py` and `tpu_compile.py` read from a scheduled program."""
+"""Readings of scheduled programs by `benchmarks/gpu_compile.py` and `tpu_compile.py`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by)
 
 
 def test_tpus_gather_and_reduce_in_fusions():
-    """What a gather's end reads passes through the loops that hide it."""
+    """The loops that hide a gather hand on the values that its end reads."""
     start = "%early = (f32[8,8], f32[8,8]) collective-permute-start(%x), CONFIG"
     gather = "%async-collective-start.1 = (f32[8,8], f32[16,8]) fusion(%x), calls=%gather"
     text = PROGRAM.replace(start, gather).replace("%layer (p", GATHER + "%layer (p", 1)

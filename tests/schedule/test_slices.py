@@ -174,9 +174,7 @@ def test_auto_takes_the_named_schedule_that_ends_first_within_the_limit(limit, a
     validate(found)
 
     def on_devices(schedule: Schedule) -> Timeline:
-        chunks = 2 // schedule.num_chunks
-        f, b, w = (chunks * cost for cost in (half.f, half.b, half.w))
-        return device_clock(schedule, dataclasses.replace(half, f=f, b=b, w=w))
+        return device_clock(schedule, half.times(2 // schedule.num_chunks))
 
     ends, peak = on_devices(found).makespan, max(peak_in_flight(found))
     assert peak <= (limit or p) * k * found.num_chunks

@@ -20,8 +20,6 @@ from train.prepare.__main__ import main
 from train.prepare.text import PrepareOptions, prepare
 from train.tasks.gpt import GPT
 
-pytest.importorskip("jinja2", reason="jinja2 is not installed")
-
 CHATML = """\
 {% for message in messages %}
     {%- if message.role == 'critic' %}{{ raise_exception('a critic speaks') }}{% endif %}
