@@ -249,25 +249,52 @@ def logits(
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
-    # With a capacity, a token's experts may depend on the tokens behind it.
-    config = dataclasses.replace(
-        config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
-    )
-    layer = model(config).layer
+    config = _for_inference(config)
     x = _embed(config, params, {"tokens": tokens, "targets": tokens}, None, WHOLE, {})
     if config.bias_speed is not None:
         x = _with_state(config, params["layers"], x, state)
-    elif isinstance(layer, tuple):
-        for function, layer_params in zip(layer, params["layers"], strict=True):
-            x = function(layer_params, x, None, None)
     else:
-        x, _ = jax.lax.scan(
-            lambda x, layer_params: (layer(layer_params, x, None, None), None), x, params["layers"]
-        )
-    x = _final_norm(config, params, x)
-    table = _head_table(config, params).astype(x.dtype)
-    scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
-    return soft_capped(scores, config.logit_soft_cap)
+        x, _ = _run_layers(config, params["layers"], x)
+    return _scores(config, params, x)
+
+
+def empty_caches(config: GPTConfig, num_rows: int, length: int) -> PyTree:
+    """Makes room for the keys and values of rows of so many tokens, for `next_logits`.
+
+    Returns:
+      Zeros [rows, length, heads, width] for the keys and the values of each layer, in the dtype of
+      activations: stacked over layers if all are alike, else a list of them.
+    """
+    x = jnp.zeros((num_rows, 1, config.width), config.compute_dtype)
+    buffers = empty_cache(config, WHOLE, x, {}, length)
+    layer = {name: appended.array for name, appended in buffers.items()}
+    if config.layers_are_alike:
+        return jax.tree.map(lambda w: jnp.zeros((config.num_layers, *w.shape), w.dtype), layer)
+    return [layer] * config.num_layers
+
+
+def next_logits(
+    config: GPTConfig, params: PyTree, tokens: jax.Array, caches: PyTree, start: jax.Array | int
+) -> tuple[jax.Array, PyTree]:
+    """Plain forward pass of some tokens, which reads the keys and values of those before.
+
+    Args:
+      config: the model's shape, without ``bias_speed``.
+      params: canonical parameters, as `init` returns them.
+      tokens: int32 [rows, T].
+      caches: from `empty_caches`, or from the call for the tokens before.
+      start: position of the first of the tokens; start + T is at most the length of the caches.
+
+    Returns:
+      float32 [rows, vocab_size]: scores of the token after the last one; and the caches with these
+      tokens.
+    """
+    config = _for_inference(config)
+    positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+    microbatch = {"tokens": tokens, "targets": tokens, "positions": positions}
+    x = _embed(config, params, microbatch, None, WHOLE, {})
+    x, caches = _run_layers(config, params["layers"], x, caches, start)
+    return _scores(config, params, x[:, -1:])[:, 0], caches
 
 
 def num_parameters(config: GPTConfig) -> int:
@@ -388,6 +415,38 @@ def _with_state(config, layers, x, state):
         params = jax.tree.map(lambda w, n=n: w[n], layers) if alike else layers[n]
         x, _ = (function if alike else function[n])(params, x, None, None, own)
     return x
+
+
+def _for_inference(config):
+    # With a capacity, a token's experts may depend on the tokens behind it.
+    return dataclasses.replace(
+        config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
+    )
+
+
+def _run_layers(config, layers, x, caches=None, start=0):
+    """Runs all layers over whole sequences or, with caches, over their tokens from ``start``."""
+    function = model(config).layer
+
+    def run(x, layer, function=function):
+        params, cache = layer
+        y = function(params, x, None, None, cache, start)
+        return (y, None) if cache is None else y
+
+    if config.layers_are_alike:
+        return jax.lax.scan(run, x, (layers, caches))
+    after = []
+    for of_layer, *layer in zip(function, layers, caches or [None] * len(layers), strict=True):
+        x, cache = run(x, layer, of_layer)
+        after.append(cache)
+    return x, after
+
+
+def _scores(config, params, x):
+    x = _final_norm(config, params, x)
+    table = _head_table(config, params).astype(x.dtype)
+    scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
+    return soft_capped(scores, config.logit_soft_cap)
 
 
 def _embed(config, outer, microbatch, rng, sharing, over):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,9 @@ def sample(
 ) -> jax.Array:
     """Continues prompts by sampling.
 
-    The model sees a window of the last ``config.sequence_length`` tokens and is run in full for
-    every token: simple, compiled once, and right for any model that `models.gpt.logits` runs.
+    As long as all tokens fit ``config.sequence_length``, each runs through the model once, and its
+    keys and values are kept. Beyond it the model sees a window of the last tokens, whose positions
+    move, and is run in full for every token; so is a model with ``bias_speed``.
 
     Args:
       config: the model's shape.
@@ -61,11 +62,47 @@ def sample(
         failures.append(f"top_k={top_k} must be at least 1, or None for all. Nearest valid: 1.")
     if failures:
         raise ValueError("\n".join(failures))
-    return _sample(config, num_tokens, top_k, params, prompt, temperature, rng, state)
+    draw, keys = _Draw(temperature, top_k), jax.random.split(rng, num_tokens)
+    fits = prompt.shape[1] + num_tokens <= config.sequence_length
+    if fits and config.bias_speed is None:
+        return _sample_with_caches(config, draw, params, prompt, keys)
+    return _sample_from_window(config, draw, params, prompt, keys, state)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _sample(config, num_tokens, top_k, params, prompt, temperature, rng, state):
+class _Draw(NamedTuple):
+    """Draws one token per row from float32 [rows, vocab] scores."""
+
+    temperature: float
+    top_k: int | None
+
+    def __call__(self, key, scores):
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            smallest = jax.lax.top_k(scores, self.top_k)[0][:, -1:]
+            scores = jnp.where(scores < smallest, -jnp.inf, scores)
+        if self.temperature == 0:
+            return scores.argmax(axis=-1).astype(jnp.int32)
+        return jax.random.categorical(key, scores / self.temperature).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample_with_caches(config, draw, params, prompt, keys):
+    num_rows, length = prompt.shape
+    caches = gpt.empty_caches(config, num_rows, length + len(keys))
+
+    def step(carry, key):
+        token, caches, place = carry
+        scores, caches = gpt.next_logits(config, params, token[:, None], caches, place)
+        token = draw(key, scores)
+        return (token, caches, place + 1), token
+
+    scores, caches = gpt.next_logits(config, params, prompt, caches, 0)
+    first = draw(keys[0], scores)
+    _, drawn = jax.lax.scan(step, (first, caches, length), keys[1:])
+    return jnp.concatenate([first[None], drawn]).T
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sample_from_window(config, draw, params, prompt, keys, state):
     window = config.sequence_length
     seen = prompt[:, -window:]
     num_rows, num_seen = seen.shape
@@ -75,7 +112,7 @@ def _sample(config, num_tokens, top_k, params, prompt, temperature, rng, state):
         tokens, num_seen = carry
         scores = gpt.logits(config, params, tokens, state)
         last = jax.lax.dynamic_index_in_dim(scores, num_seen - 1, axis=1, keepdims=False)
-        token = _draw(key, last, temperature, top_k).astype(jnp.int32)
+        token = draw(key, last)
         # A full window moves on by one token; causality hides the rest of an unfilled one.
         full = num_seen == window
         tokens = jnp.where(full, jnp.roll(tokens, -1, axis=1), tokens)
@@ -83,17 +120,5 @@ def _sample(config, num_tokens, top_k, params, prompt, temperature, rng, state):
         tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, place))
         return (tokens, place + 1), token
 
-    keys = jax.random.split(rng, num_tokens)
     _, drawn = jax.lax.scan(step, (tokens, num_seen), keys)
     return drawn.T
-
-
-def _draw(key, scores, temperature, top_k):
-    """Draws one token per row from [rows, vocab] scores."""
-    if top_k is not None and top_k < scores.shape[-1]:
-        smallest = jax.lax.top_k(scores, top_k)[0][:, -1:]
-        scores = jnp.where(scores < smallest, -jnp.inf, scores)
-    # Any positive number avoids 0/0 where the argmax is taken anyway.
-    safe = jnp.where(temperature > 0, temperature, 1.0)
-    drawn = jax.random.categorical(key, scores / safe)
-    return jnp.where(temperature > 0, drawn, scores.argmax(axis=-1))

@@ -1,5 +1,7 @@
 """Sampling: the tokens come from the model's distribution, whatever the window holds."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,32 @@ def test_greedy_tokens_are_the_likeliest_after_each_prefix(params):
         seen = text[:, max(0, end - CONFIG.sequence_length) : end]
         scores = logits(CONFIG, params, seen)[:, -1]
         np.testing.assert_array_equal(text[:, end], scores.argmax(axis=-1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"positions": "learned"}, id="layers alike"),
+        pytest.param(
+            {"window": 2, "global_every": 2, "num_kv_heads": 1, "attention_sinks": True,
+             "num_experts": 4, "capacity_factor": 0.5},
+            id="windows and experts",
+        ),
+        pytest.param(
+            {"kv_rank": 4, "head_size": 4, "rotary_size": 4, "value_size": 6}, id="latent attention"
+        ),
+    ],
+)  # fmt: skip
+def test_keys_and_values_that_are_kept_change_no_token(options):
+    """While the window is not full, every token is run once; the whole model says the same."""
+    config = dataclasses.replace(CONFIG, sequence_length=12, num_layers=2, **options)
+    params = gpt.init(config, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 1 else leaf, params)
+    prompt = jnp.array([[1, 2, 3], [4, 5, 6]])
+    drawn = sample(config, params, prompt, num_tokens=9, temperature=0, rng=jax.random.key(0))
+    text = np.concatenate([prompt, drawn], axis=1)
+    scores = logits(config, params, text)
+    np.testing.assert_array_equal(text[:, 3:], scores[:, 2:-1].argmax(axis=-1))
 
 
 def test_of_a_long_prompt_the_end_counts(params):
