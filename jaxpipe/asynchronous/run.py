@@ -26,8 +26,7 @@ from jaxpipe.runtime.layers.dependence import read_leaves
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, Setup
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Carried, Fixed, Setup
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
@@ -226,13 +225,14 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
     def read(function: Callable[[OuterParams], Tree], name: str) -> bool:
         return any(read_leaves(lambda part: function(outer | {name: part}), outer[name]))
 
-    if read(lambda outer: fixed.embed(recent, outer, 0), "head"):
+    if read(lambda outer: setup.model.embed(outer, *fixed.embed_context(recent, 0)), "head"):
         raise ValueError(
             "Model.embed reads parameters of 'head', which are updated before the embedding's "
             "gradient is there. Parameters that both read belong to params['embed']."
         )
     x = fixed.activation(fixed.empty_message(), fixed.layers.last)
-    return fixed, read(lambda outer: differentiated(fixed.head(recent, outer, x, 0)), "embed")
+    context = fixed.head_context(recent, 0)
+    return fixed, read(lambda outer: differentiated(fixed.head(outer, x, *context)), "embed")
 
 
 def _at(fixed: Fixed, rules: Rules, row: SteadyRow, *, tied: bool) -> Fixed:

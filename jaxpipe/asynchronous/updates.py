@@ -20,9 +20,8 @@ from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, LayerWork, Work
-from jaxpipe.runtime.tick.layer_passes import Through, run_layers
+from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork, Work
+from jaxpipe.runtime.tick.layer_passes import run_layers
 from jaxpipe.runtime.tick.messages import send
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.trees import rounded, widened
@@ -179,13 +178,13 @@ class Updated(GradientSink):
             assert fixed.setup.states is not None
             count, slot_dim = self.steady.input_slots, fixed.setup.states.slot_dim
             states = read_slot(kept["read_states"], slots[Kind.R], count, slot_dim)
-        given = carried.but(weights=None, finished=None, states=states)
+        given = carried.but(weights=None, finished=None, states=states, messages={"x": message})
         work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
-        through = run_layers(work, Through(given, {"x": message}))
+        after = run_layers(work, given)
         runs = cells[Kind.F].layers > 0
         slot = jnp.where(begins & runs, slots[Kind.F], NONE)
-        inbox = at_slot(through.carried.inboxes["x"], cells[Kind.F].inbox)
-        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": through.messages["x"]}
+        inbox = at_slot(after.inboxes["x"], cells[Kind.F].inbox)
+        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": after.messages["x"]}
         if "read_states" in kept:
             new["read_states"] = run_if(
                 runs,
@@ -193,7 +192,9 @@ class Updated(GradientSink):
                 kept["read_states"],
             )
         extra = dataclasses.replace(carried.finished, kept={name: new[name] for name in kept})
-        return through.carried.but(weights=carried.weights, finished=extra, states=carried.states)
+        return after.but(
+            weights=carried.weights, finished=extra, states=carried.states, messages={}
+        )
 
     def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
         """Measures the finished gradients, then updates their parts."""

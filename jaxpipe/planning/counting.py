@@ -141,7 +141,7 @@ def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[st
 
     def head(outer: Shapes, x: Activation) -> tuple[jax.Array, Shapes]:
         def loss(outer: Shapes, x: Activation) -> jax.Array:
-            return differentiated(fixed.head(batch, outer, x, 0))
+            return differentiated(fixed.head(outer, x, *fixed.head_context(batch, 0)))
 
         value, vjp = jax.vjp(loss, outer, x)
         return value, vjp(jax.numpy.ones_like(value))

@@ -27,13 +27,16 @@ from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import RESIDUALS, Fixed, GradientSink, Setup
+from jaxpipe.runtime.tick.fixed import RESIDUALS, Carried, Fixed, GradientSink, Setup
 from jaxpipe.runtime.tick.gradients import Summed
-from jaxpipe.runtime.tick.inputs import no_gradients
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.messages import exchange, send_late
-from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches, join_rows
+from jaxpipe.runtime.tick.microbatches import (
+    Microbatches,
+    StepMicrobatches,
+    inputs_of,
+    join_rows,
+)
 from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
@@ -71,7 +74,8 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     batch, sink = StepMicrobatches(rows, rng), sink_of(setup)
     fixed, held = begin(setup, placed, batch, sink)
     carried = start(fixed, held, outer_gradients_like(setup, held), states)
-    carried = carried.but(input_gradients=no_gradients(rows, setup.inputs))
+    no_gradients = jax.tree.map(jnp.zeros_like, inputs_of(rows, setup.inputs))
+    carried = carried.but(input_gradients=no_gradients)
     value, carried, states = run_ticks(fixed, batch, carried)
     gradients = None if sink is None else sink.result(fixed, carried)
     by_row = join_rows(carried.input_gradients, setup.num_slices)

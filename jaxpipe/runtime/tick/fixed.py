@@ -1,7 +1,7 @@
-"""The context of ticks: a run's setup, what no tick changes, an action and a layer of a tick.
+"""The context of ticks: a run's setup, what no tick changes, what each hands on, and its actions.
 
-Two interfaces say what differs between programs: where weights come from (`WeightSource`), and what
-becomes of gradients (`GradientSink`).
+Three interfaces say what differs between programs: where weights come from (`WeightSource`), what
+becomes of gradients (`GradientSink`), and of what the head returns (`Collector`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,6 @@ from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.options import Options
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.collected import Collector
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.trees import combine, divide, widened
@@ -46,6 +44,7 @@ from jaxpipe.runtime.types import (
     Message,
     OuterParams,
     Shapes,
+    States,
     Stored,
     Tree,
 )
@@ -57,6 +56,8 @@ RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
 """Values that it hands from slice to slice of a sequence, and their cotangents."""
+
+jax.tree_util.register_dataclass(Cell)  # here, since the schedule layer knows no jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +137,19 @@ class Setup:
         return bool(self.table.passes.keys() & {Kind.B, Kind.BW})
 
 
+class Collector(Protocol):
+    """A collector of what the head returns for the microbatches."""
+
+    def empty(self) -> Tree:
+        """Makes what is collected before the first microbatch."""
+
+    def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
+        """Adds what the head returns for microbatch i."""
+
+    def result(self, collected: Tree, layer_losses: Tree) -> Tree:
+        """Makes what a step returns; ``layer_losses`` are this stage's sums over layers, if any."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fixed:
     """Values that no tick changes, as one device sees them.
@@ -204,16 +218,19 @@ class Fixed:
         nothing = jax.tree.map(lambda _: None, outer)
         return divide(outer, nothing if frozen is None else frozen.outer)
 
-    def embed(self, batch: Microbatches, outer: OuterParams, i: Index) -> Activation:
-        """The embedding of a microbatch."""
-        context = self.context(batch, i, embed_layer(self.num_layers))
-        return self.setup.model.embed(outer, *context)
+    def embed_context(self, batch: Microbatches, i: Index) -> tuple[Batch, Key]:
+        """The rows and the key that the embedding is given."""
+        return self.context(batch, i, embed_layer(self.num_layers))
 
-    def head(self, batch: Microbatches, outer: OuterParams, x: Activation, i: Index) -> Tree:
+    def head_context(self, batch: Microbatches, i: Index) -> tuple[Batch, Key]:
+        """The rows and the key that the head is given."""
+        return self.context(batch, i, head_layer(self.num_layers))
+
+    def head(self, outer: OuterParams, x: Activation, rows: Batch, rng: Key) -> Tree:
         """The loss or the output of a microbatch, from the last layer's output."""
-        model, context = self.setup.model, self.context(batch, i, head_layer(self.num_layers))
+        model = self.setup.model
         function = model.output if self.setup.outputs else model.head_loss
-        result = function(outer, x, *context)
+        result = function(outer, x, rows, rng)
         return jax.tree.map(jnp.asarray, result)  # a Python number has a dtype then
 
     # Losses.
@@ -235,11 +252,8 @@ class Fixed:
         weight = self.weight
         if weight is None:
             return batch
-        layer = head_layer(self.num_layers)
-        weights = lax.map(
-            lambda i: weight(self.context(batch, i, layer)),
-            jnp.arange(self.table.schedule.num_passes),
-        )
+        passes = jnp.arange(self.table.schedule.num_passes)
+        weights = lax.map(lambda i: weight(self.head_context(batch, i)), passes)
         return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.peers)))
 
     def activation(self, message: Message, number: int) -> Activation:
@@ -258,6 +272,48 @@ class Fixed:
 
     def empty_message(self) -> Message:
         return [jnp.zeros(w.shape, w.dtype) for w in self.message_shape()]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """Values that the loop over ticks carries on one device.
+
+    Args:
+      weights: what the weights' source holds.
+      inboxes: messages that wait for their reader, by name: x for F, dy for the backward.
+      residuals: what layers leave behind, by name: until_b, until_w, crossing.
+      sent: messages that the last tick has produced and that travel in the next, by kind.
+      gradients: the gradient sums of layers; nothing in an evaluation.
+      outer_gradients: those of embedding and head, which all stages compute alike.
+      shared_gradients: this stage's share of those of what its layers share; None for nothing.
+      finished: what finished gradients have become, or what else their sink carries.
+      collected: what the head has returned: sums of loss and metrics, or outputs.
+      layer_losses: the sums of the losses and metrics of this stage's layers; None if no layer has
+        a loss.
+      states: the layers' states.
+      input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, m, ...]``.
+      messages: the activations or cotangents that the layers of a tick hand on, by the inbox that
+        they came from; none between ticks.
+    """
+
+    weights: Any
+    inboxes: dict[str, Message]
+    residuals: dict[str, list[jax.Array]]
+    sent: dict[Kind, Message]
+    gradients: Arrays
+    outer_gradients: Gradients
+    shared_gradients: Gradients
+    finished: Any
+    collected: Tree
+    layer_losses: Tree
+    states: States
+    input_gradients: list[jax.Array]
+    messages: dict[str, Message] = dataclasses.field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Carried:
+        """A copy with these fields changed."""
+        return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,28 +366,6 @@ class LayerWork(Work):
         """Number of the slice within its sequence."""
         return self.cell.microbatch % self.fixed.setup.num_slices
 
-    def carry(self, values: list[jax.Array]) -> Tree:
-        """The carry that the slice before has left, from the values in its slot."""
-        assert self.kind.carry is not None
-        return jax.tree.unflatten(jax.tree.structure(self.kind.carry.shapes), values)
-
-    def carry_gradient(self, values: list[jax.Array]) -> Tree:
-        """The carry's cotangent that the backward of a slice is given: zeros for a last slice."""
-        assert self.kind.carry is not None
-        last = self.slice_number == self.fixed.setup.num_slices - 1
-        chosen = [jnp.where(last, 0, value) for value in values]
-        return jax.tree.unflatten(jax.tree.structure(self.kind.carry.shapes), chosen)
-
-    @property
-    def carries(self) -> tuple[str, ...]:
-        """The name of the carry if B and W read any of it where it lies."""
-        return (CARRY,) if self.kind.carry is not None and any(self.kind.carry.appended) else ()
-
-    def buffers(self, carry: Sequence[jax.Array] = ()) -> list[jax.Array]:
-        """The arrays of a carry to which slices append."""
-        appended = self.kind.carry.appended if carry and self.kind.carry else ()
-        return [value for value, is_one in zip(carry, appended, strict=True) if is_one]
-
     def weights(self) -> tuple[list[Stored], list[Stored], Tree]:
         """The layer's weights as they are stored, scales of those that are quantized, and what it
         shares with others, if anything."""
@@ -376,13 +410,33 @@ class LayerWork(Work):
 
     def saved(self, carried: Carried, *names: str) -> list[list[jax.Array]]:
         """Residuals of the layer, by these names."""
-        number, at = self.kind.number, self.at
+        number, at, shared = self.kind.number, self.at, self.fixed.residuals
         return [
-            self.fixed.residuals[name].read(
-                carried.residuals[name], number, getattr(self.cell, name), at
-            )
+            shared[name].read(carried.residuals[name], number, getattr(self.cell, name), at)
             for name in names
         ]
+
+    def save(self, carried: Carried, **values: list[jax.Array]) -> Carried:
+        """Writes residuals of the layer into their slots, in place, by name."""
+        residuals, number = dict(carried.residuals), self.kind.number
+        for name, own in values.items():
+            shared, slot = self.fixed.residuals[name], getattr(self.cell, name)
+            residuals[name] = shared.write(residuals[name], number, slot, self.at, own)
+        return carried.but(residuals=residuals)
+
+    def carry(self, carried: Carried, name: str) -> Tree:
+        """The carry that the slice before has left, or its cotangent, by name."""
+        assert self.kind.carry is not None
+        structure = jax.tree.structure(self.kind.carry.shapes)
+        return jax.tree.unflatten(structure, *self.saved(carried, name))
+
+    def buffers(self, carried: Carried) -> list[jax.Array]:
+        """The arrays to which slices append, as they are now: B and W read them where they lie."""
+        if self.kind.carry is None or not any(self.kind.carry.appended):
+            return []
+        (values,) = self.saved(carried, CARRY)
+        pairs = zip(values, self.kind.carry.appended, strict=True)
+        return [value for value, is_appended in pairs if is_appended]
 
 
 Pieces: TypeAlias = list[list[Stored]]

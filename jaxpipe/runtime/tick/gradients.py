@@ -12,11 +12,10 @@ from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, LayerWork, Sums
-from jaxpipe.runtime.tick.pieces import pieces_of
+from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork, Sums
+from jaxpipe.runtime.tick.pieces import MovedPiece, pieces_of
 from jaxpipe.runtime.trees import rounded, widened
-from jaxpipe.runtime.types import Arrays, Gradients, Index, Shapes, Stored
+from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
 
 
@@ -53,14 +52,14 @@ class Summed(GradientSink):
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
         def body(chunk: Index, number: Index, sums_and_reduced: Any) -> Any:
             sums, reduced = sums_and_reduced
-            total = self._read(fixed, (chunk, number), transfer.slot, None, sums)
-            if not self._in_place:
-                total, reduced = tie(total, reduced)
-            shards = self._reduced(fixed, total, 1)
+            at = fixed.stage, chunk, number
+            total = fixed.params.read(sums, self._sums_at(fixed, at, transfer.slot))
             if self._in_place:
-                return self._put(fixed, chunk, number, None, sums, shards), reduced
-            sums = self._cleared(fixed, (chunk, number), transfer.slot, None, sums, shards)
-            return sums, self._put(fixed, chunk, number, None, reduced, shards)
+                return self._put(fixed, at, None, sums, self._reduced(fixed, total, 1)), reduced
+            total, reduced = tie(total, reduced)
+            shards = self._reduced(fixed, total, 1)
+            sums = self._cleared(fixed, at, transfer.slot, None, sums, shards)
+            return sums, self._put(fixed, at, None, reduced, shards)
 
         through = carried.gradients, carried.finished
         sums, reduced = fixed.params.loop_pieces(transfer.chunk, body, through)
@@ -79,20 +78,21 @@ class Summed(GradientSink):
 
     @jax.named_scope("reduce")
     def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Sums]:
-        params, sums, pieces = fixed.params, carried.gradients, []
-        reduces = fixed.table.reduces
+        params, reduces, slot = fixed.params, fixed.table.reduces, transfer.slot
         leaves = share_of(params.piece, reduces.shares)
         empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.summed.struct()), leaves)
-        for span, share in pieces_of(reduces, transfer):
 
-            def read(
-                chunk: Index, number: Index, sums: Arrays, _: Stored, share: Share | None = share
-            ) -> Any:
-                piece = chunk, number
-                total = self._read(fixed, piece, transfer.slot, share, sums)
-                return self._cleared(fixed, piece, transfer.slot, share, sums, total), total
+        def take(sums: Arrays, moved: MovedPiece) -> tuple[Arrays, Stored]:
+            def body(chunk: Index, number: Index, sums: Arrays, _: Stored) -> Any:
+                at = fixed.stage, chunk, number
+                total = params.read(sums, self._sums_at(fixed, at, slot, moved.share))
+                return self._cleared(fixed, at, slot, moved.share, sums, total), total
 
-            sums, piece = params.loop(span, read, sums, empty)
+            return params.loop(moved.span, body, sums, empty)
+
+        sums, pieces = carried.gradients, []
+        for moved in pieces_of(reduces, transfer):
+            sums, piece = take(sums, moved)
             pieces.append(piece)
         return carried.but(gradients=sums), pieces
 
@@ -102,43 +102,25 @@ class Summed(GradientSink):
 
     @jax.named_scope("store_reduced")
     def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
+        def put(arrays: Arrays, moved: MovedPiece, shards: Stored) -> Arrays:
+            def body(chunk: Index, number: Index, arrays: Arrays, shards: Stored) -> Any:
+                at = fixed.stage, chunk, number
+                return self._put(fixed, at, moved.share, arrays, shards), shards
+
+            return fixed.params.loop(moved.span, body, arrays, shards)[0]
+
         name = "gradients" if self._in_place else "finished"
         arrays = getattr(carried, name)
-
-        moved = zip(pieces_of(fixed.table.reduces, transfer), pieces, strict=True)
-        for (span, share), shards in moved:
-
-            def put(
-                chunk: Index,
-                number: Index,
-                arrays: Arrays,
-                shards: Stored,
-                share: Share | None = share,
-            ) -> Any:
-                return self._put(fixed, chunk, number, share, arrays, shards), shards
-
-            arrays, _ = fixed.params.loop(span, put, arrays, shards)
+        for moved, shards in zip(pieces_of(fixed.table.reduces, transfer), pieces, strict=True):
+            arrays = put(arrays, moved, shards)
         return carried.but(**{name: arrays})
 
-    def _read(
-        self,
-        fixed: Fixed,
-        piece: tuple[Index, Index],
-        slot: Index,
-        share: Share | None,
-        sums: Arrays,
-    ) -> Stored:
-        """The sums of a piece, or of a share of it."""
-        return fixed.params.read(sums, self._place(fixed, piece, slot, share))
+    def _sums_at(self, fixed: Fixed, at: At, slot: Index, share: Share | None = None) -> Tree:
+        """The place of the sums of a piece, or of a share of it."""
+        return fixed.params.piece_at(at, slot=slot if self._in_slots else None, share=share)
 
     def _cleared(
-        self,
-        fixed: Fixed,
-        piece: tuple[Index, Index],
-        slot: Index,
-        share: Share | None,
-        sums: Arrays,
-        taken: Stored,
+        self, fixed: Fixed, at: At, slot: Index, share: Share | None, sums: Arrays, taken: Stored
     ) -> Arrays:
         """The sums with a slot cleared for the next chunk there, once a piece is ``taken``.
 
@@ -147,32 +129,20 @@ class Summed(GradientSink):
         """
         if not self._in_slots:
             return sums
-        place = self._place(fixed, piece, after(taken, slot, fixed.stage), share)
+        place = self._sums_at(fixed, at, after(taken, slot, fixed.stage), share)
         zeros = jax.tree.map(jnp.zeros_like, fixed.params.read(sums, place))
         return fixed.params.write(sums, place, zeros)
-
-    def _place(
-        self, fixed: Fixed, piece: tuple[Index, Index], slot: Index, share: Share | None
-    ) -> Any:
-        own = slot if self._in_slots else None
-        return fixed.params.piece_at((fixed.stage, *piece), slot=own, share=share)
 
     def _reduced(self, fixed: Fixed, total: Stored, shares: int) -> Stored:
         leaves = share_of(fixed.params.piece, shares)
         return reduce_gradients(total, leaves, fixed.axes, zero=fixed.setup.options.zero)
 
     def _put(
-        self,
-        fixed: Fixed,
-        chunk: Index,
-        number: Index,
-        share: Share | None,
-        arrays: Arrays,
-        shards: Stored,
+        self, fixed: Fixed, at: At, share: Share | None, arrays: Arrays, shards: Stored
     ) -> Arrays:
         """The finished gradients with those of a piece, of which there may be some already."""
         put = fixed.params.write if self._in_place else fixed.params.update
-        return put(arrays, fixed.params.piece_at((fixed.stage, chunk, number), share=share), shards)
+        return put(arrays, fixed.params.piece_at(at, share=share), shards)
 
     def result(self, fixed: Fixed, carried: Carried) -> Gradients:
         """The finished gradients of this device, shaped like its placed parameters."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,46 +26,22 @@ from jax import lax
 from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import CARRY, CARRY_GRADIENT, Fixed, LayerWork, Work
-from jaxpipe.runtime.tick.messages import INBOX, Inboxes
+from jaxpipe.runtime.tick.fixed import (
+    CARRY,
+    CARRY_GRADIENT,
+    RESIDUALS_OF_F,
+    Carried,
+    Fixed,
+    LayerWork,
+    Work,
+)
+from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.stamps import behind
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import BodyParts, Row
-
-
-class Through(NamedTuple):
-    """Values that go through a loop over layers.
-
-    Args:
-      carried: what the tick carries, without weights, finished gradients and messages on their
-        way. Where every layer has arrays of its own for gradient sums, those of one layer alone.
-        Inboxes are a part of it because XLA copies those that do not pass through the loops where
-        they are written.
-      messages: the activations or cotangents that layers hand on, by the inbox they came from.
-    """
-
-    carried: Carried
-    messages: Inboxes
-
-    def but(self, **changes: Any) -> Through:
-        """A copy with these fields of what is carried changed."""
-        return self._replace(carried=self.carried.but(**changes))
-
-    def arriving(self, work: Work) -> Through:
-        """A copy with the message that an action begins with, if there is none yet."""
-        name = INBOX.get(work.action)
-        if name is None or name in self.messages:
-            return self
-        message = at_slot(self.carried.inboxes[name], work.cell.inbox)
-        return self._replace(messages=self.messages | {name: message})
-
-    def handing(self, action: Kind, message: Message) -> Through:
-        """A copy with the message that an action's layer hands on."""
-        return self._replace(messages=self.messages | {INBOX[action]: message})
 
 
 def run_cells(
@@ -77,31 +52,45 @@ def run_cells(
     parts: BodyParts,
 ) -> tuple[Carried, dict[Kind, Message]]:
     """Runs the cells of a tick's parts; also returns what F and the backward have produced, to be
-    sent."""
+    sent.
+
+    Weights, finished gradients and messages on their way do not pass through the loops over layers.
+    Inboxes do, because XLA copies those that do not pass through the loops where they are written.
+    Where every layer has arrays of its own for gradient sums, those of one layer alone do.
+    """
     works = {
         action: Work(fixed, batch, carried.weights, action, row.cells[action])
         for action in fixed.table.passes
         if parts.has(action)
     }
-    through = Through(carried.but(weights=None, sent={}, finished=None), {})
+    passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
+    carried = carried.but(weights=None, sent={}, finished=None)
     done: Index = 0
     for kind in fixed.pairs if parts.forward and parts.backward else ():
-        through, turns = _run_pairs(works, kind, through)
+        carried, turns = _run_pairs(works, kind, carried)
         done = done + turns
     for work in works.values():
-        through = run_layers(work, through.arriving(work), done)
-    messages = through.messages
+        carried = run_layers(work, _arriving(work, carried), done)
+    messages = carried.messages
     if fixed.setup.options.poison:
         for action, work in works.items():
             if name := INBOX.get(action):
                 message = [jnp.where(work.cell.layers > 0, w, jnp.nan) for w in messages[name]]
                 messages = messages | {name: message}
     outputs = {kind: messages[INBOX[kind]] for kind in (Kind.F, Kind.B) if INBOX[kind] in messages}
-    passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
-    return through.carried.but(**passed), outputs
+    return carried.but(messages={}, **passed), outputs
 
 
-def _run_pairs(works: dict[Kind, Work], kind: Kind, through: Through) -> tuple[Through, Index]:
+def _arriving(work: Work, carried: Carried) -> Carried:
+    """A copy with the message that an action begins with, if there is none yet."""
+    name = INBOX.get(work.action)
+    if name is None or name in carried.messages:
+        return carried
+    message = at_slot(carried.inboxes[name], work.cell.inbox)
+    return carried.but(messages=carried.messages | {name: message})
+
+
+def _run_pairs(works: dict[Kind, Work], kind: Kind, carried: Carried) -> tuple[Carried, Index]:
     """Runs a layer of F and one of a backward of this kind per turn, in a tick that overlaps them.
 
     F does not depend on the backward beside it, so what either communicates is hidden by matmuls of
@@ -109,31 +98,31 @@ def _run_pairs(works: dict[Kind, Work], kind: Kind, through: Through) -> tuple[T
     CPUs, which hide nothing, collectives need an order instead.
 
     Returns:
-      What goes through the loop, and the number of layers that have run of each.
+      What is carried, and the number of layers that have run of each.
     """
     backward, forward = _overlapped(works, kind), works[Kind.F]
     fixed, device = forward.fixed, lax.axis_index(forward.fixed.axes.names)
 
     def body(
-        backwards: tuple[Index, Index], forwards: tuple[Index, Index], sums: Arrays, rest: Through
-    ) -> tuple[Arrays, Through]:
-        through, beside = _run_layer(backward, *backwards, rest.but(gradients=sums)), forward
+        backwards: tuple[Index, Index], forwards: tuple[Index, Index], sums: Arrays, rest: Carried
+    ) -> tuple[Arrays, Carried]:
+        carried, beside = _run_layer(backward, *backwards, rest.but(gradients=sums)), forward
         if not fixed.setup.overlaps:
-            given = forward.cell, through.messages
-            cell, messages = after(through.carried, given, device)
+            given = forward.cell, carried.messages
+            cell, messages = after(carried.but(messages={}), given, device)
             beside = dataclasses.replace(forward, cell=cell)
-            through = through._replace(messages=messages)
-        through = _run_layer(beside, *forwards, through)
-        return through.carried.gradients, through.but(gradients=None)
+            carried = carried.but(messages=messages)
+        carried = _run_layer(beside, *forwards, carried)
+        return carried.gradients, carried.but(gradients=None)
 
-    through = through.arriving(backward).arriving(forward)
-    sums, through = through.carried.gradients, through.but(gradients=None)
+    carried = _arriving(forward, _arriving(backward, carried))
+    sums, rest = carried.gradients, carried.but(gradients=None)
     spans = [(work.cell.chunk, work.cell.layers) for work in (backward, forward)]
     with jax.named_scope(f"{kind.name}_F"):
-        sums, through, turns = fixed.params.loop_pairs(
-            spans[0], spans[1], fixed.pairs[kind], body, sums, through
+        sums, rest, turns = fixed.params.loop_pairs(
+            spans[0], spans[1], fixed.pairs[kind], body, sums, rest
         )
-    return through.but(gradients=sums), turns
+    return rest.but(gradients=sums), turns
 
 
 def _overlapped(works: dict[Kind, Work], kind: Kind) -> Work:
@@ -156,111 +145,106 @@ def _overlapped(works: dict[Kind, Work], kind: Kind) -> Work:
     return dataclasses.replace(b, action=kind, cell=cell)
 
 
-def run_layers(work: Work, through: Through, done: Index = 0) -> Through:
+def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
     """Runs the layers of a cell, last first if it is a backward, without the first that are done.
 
     The output of earlier loops of the tick goes through this loop: sent before it, a message would
     make a stage that has nothing to send wait for one that has.
     """
 
-    def body(chunk: Index, layer: Index, sums: Arrays, rest: Through) -> tuple[Arrays, Through]:
-        through = _run_layer(work, chunk, layer, rest.but(gradients=sums))
-        carried, messages = tie(through.carried, through.messages)
-        return carried.gradients, Through(carried.but(gradients=None), messages)
+    def body(chunk: Index, layer: Index, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
+        carried = _run_layer(work, chunk, layer, rest.but(gradients=sums))
+        carried, messages = tie(carried.but(messages={}), carried.messages)
+        return carried.gradients, carried.but(gradients=None, messages=messages)
 
     lo, hi, stamps = jnp.int32(0), work.cell.layers, work.fixed.setup.stamps
     stamped = work.action, work.cell, work.fixed.axes
     if stamps is not None:
-        lo = lo + stamps.take(*stamped, (through.messages, work.held))
+        lo = lo + stamps.take(*stamped, (carried.messages, work.held))
     if work.action.is_forward:
         lo = lo + done
     else:
         hi = hi - done
     span = work.cell.chunk, lo, hi
-    sums, through = through.carried.gradients, through.but(gradients=None)
+    sums, rest = carried.gradients, carried.but(gradients=None)
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
-        sums, through = work.fixed.params.loop(span, body, sums, through, down=down)
+        sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     if stamps is not None:
-        came = stamps.take(*stamped, (through.messages, sums))
-        through = through._replace(messages=behind(came, through.messages))
-    return through.but(gradients=sums)
+        came = stamps.take(*stamped, (rest.messages, sums))
+        rest = rest.but(messages=behind(came, rest.messages))
+    return rest.but(gradients=sums)
 
 
-def _run_layer(work: Work, chunk: Index, layer: Index, through: Through) -> Through:
+def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carried:
     """Runs a layer as its kind does: one loop per kind, all but one of them empty."""
     kinds, step = work.fixed.layers.kinds, _STEPS[work.action]
     if len(kinds) == 1:
-        return step(work.of_layer(chunk, layer, kinds[0]), through)
+        return step(work.of_layer(chunk, layer, kinds[0]), carried)
     for kind in kinds:
         is_mine = work.fixed.kind_of[chunk, layer] == kind.number
         one = functools.partial(step, work.of_layer(chunk, layer, kind))
-        through = run_if(is_mine, one, through)
-    return through
+        carried = run_if(is_mine, one, carried)
+    return carried
 
 
-def _forward(work: LayerWork, through: Through) -> Through:
+def _forward(work: LayerWork, carried: Carried) -> Carried:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
-    weights, message = tie(work.weights(), through.messages[INBOX[work.action]])
+    weights, message = tie(work.weights(), carried.messages[INBOX[work.action]])
     x, context = fixed.activation(message, kind.x), work.context()
     if kind.carry is not None:
-        x = x, work.carry(*work.saved(through.carried, CARRY))
+        x = x, work.carry(carried, CARRY)
     args = work.params(weights), x, *context
-    state = _layer_state(work, through)
+    state = _layer_state(work, carried)
     if fixed.setup.trains and work.action is fixed.setup.leaves:
         y, until_b, until_w = kind.split.forward(*args, state=state)
-        through = _save(work, through, until_b=until_b, until_w=until_w)
+        carried = work.save(carried, until_b=until_b, until_w=until_w)
     elif fixed.setup.quantizes:
         y, *_ = kind.split.forward(*args, state=state)
     else:
         y = kind.function(*args) if state is None else kind.function(*args, state)
     if state is not None:
         y, new = y
-        through = _renew(work, through, new) if work.action is Kind.F else through
+        carried = _renew(work, carried, new) if work.action is Kind.F else carried
     if isinstance(y, WithLoss):
-        through = _add_loss(through, y.loss) if work.action is Kind.F else through
+        carried = _add_loss(carried, y.loss) if work.action is Kind.F else carried
         y = y.x
     if kind.carry is not None:
         y, carry = y
-        through = _save(work, through, carry=jax.tree.leaves(carry))
-    return through.handing(work.action, fixed.message(message, kind.y, y))
+        carried = work.save(carried, carry=jax.tree.leaves(carry))
+    return _handing(work, carried, fixed.message(message, kind.y, y))
 
 
-def _backward(work: LayerWork, through: Through) -> Through:
+def _backward(work: LayerWork, carried: Carried) -> Carried:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    read = work.weights(), *work.saved(through.carried, "until_b", "until_w", *work.carries)
-    (weights, until_b, until_w, *carry), message = tie(read, through.messages[INBOX[work.action]])
+    read = work.weights(), work.saved(carried, *RESIDUALS_OF_F), work.buffers(carried)
+    (weights, residuals, buffers), message = tie(read, carried.messages[INBOX[work.action]])
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dy = fixed.activation(message, kind.y)
     if kind.carry is not None:
-        dy = dy, work.carry_gradient(*work.saved(through.carried, CARRY_GRADIENT))
-    dx, rest = run(
-        work.params(weights),
-        until_b,
-        until_w,
-        dy,
-        *work.context(),
-        buffers=work.buffers(*carry),
-    )
+        given = work.carry(carried, CARRY_GRADIENT)
+        is_last = work.slice_number == fixed.setup.num_slices - 1
+        dy = dy, jax.tree.map(lambda w: jnp.where(is_last, 0, w), given)
+    params = work.params(weights)
+    dx, rest = run(params, *residuals, dy, *work.context(), buffers=buffers)
     if kind.carry is not None:
         dx, dcarry = dx
-        through = _save(work, through, carry_gradient=jax.tree.leaves(dcarry))
-    keep = _add_gradient(work, through, rest) if fused else _save(work, through, crossing=rest)
-    return keep.handing(work.action, fixed.message(message, kind.x, dx))
+        carried = work.save(carried, carry_gradient=jax.tree.leaves(dcarry))
+    keep = _add_gradient(work, carried, rest) if fused else work.save(carried, crossing=rest)
+    return _handing(work, keep, fixed.message(message, kind.x, dx))
 
 
-def _backward_weights(work: LayerWork, through: Through) -> Through:
-    read = work.weights(), *work.saved(through.carried, "until_w", "crossing", *work.carries)
-    (weights, until_w, crossing, *carry), sums = tie_to_smallest(read, through.carried.gradients)
-    dparams = work.kind.split.backward_weights(
-        work.params(weights), until_w, crossing, *work.context(), buffers=work.buffers(*carry)
-    )
-    return _add_gradient(work, through.but(gradients=sums), dparams)
+def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
+    read = work.weights(), work.saved(carried, "until_w", "crossing"), work.buffers(carried)
+    (weights, residuals, buffers), sums = tie_to_smallest(read, carried.gradients)
+    params = work.params(weights)
+    dparams = work.kind.split.backward_weights(params, *residuals, *work.context(), buffers=buffers)
+    return _add_gradient(work, carried.but(gradients=sums), dparams)
 
 
-_STEPS: dict[Kind, Callable[[LayerWork, Through], Through]] = {
+_STEPS: dict[Kind, Callable[[LayerWork, Carried], Carried]] = {
     Kind.R: _forward,
     Kind.F: _forward,
     Kind.B: _backward,
@@ -269,48 +253,43 @@ _STEPS: dict[Kind, Callable[[LayerWork, Through], Through]] = {
 }
 
 
-def _save(work: LayerWork, through: Through, **values: list[jax.Array]) -> Through:
-    """Writes a layer's residuals into their slots, in place, by name."""
-    kept = through.carried.residuals
-    for name, new in values.items():
-        slots, slot = work.fixed.residuals[name], getattr(work.cell, name)
-        kept = kept | {name: slots.write(kept[name], work.kind.number, slot, work.at, new)}
-    return through.but(residuals=kept)
+def _handing(work: LayerWork, carried: Carried, message: Message) -> Carried:
+    """A copy with the message that a layer hands on."""
+    return carried.but(messages=carried.messages | {INBOX[work.action]: message})
 
 
-def _add_gradient(work: LayerWork, through: Through, dparams: LayerParams) -> Through:
+def _add_gradient(work: LayerWork, carried: Carried, dparams: LayerParams) -> Carried:
     fixed, example = work.fixed, work.kind.example
     assert fixed.gradients is not None
     if fixed.setup.shares:
         dparams, of_shared = dparams
-        shared = jax.tree.map(jnp.add, through.carried.shared_gradients, widened(of_shared))
-        through = through.but(shared_gradients=shared)
+        shared = jax.tree.map(jnp.add, carried.shared_gradients, widened(of_shared))
+        carried = carried.but(shared_gradients=shared)
     stored = fixed.params.pack(dparams, example)
-    sums = fixed.gradients.add(work, through.carried.gradients, stored)
-    return through.but(gradients=sums)
+    return carried.but(gradients=fixed.gradients.add(work, carried.gradients, stored))
 
 
-def _add_loss(through: Through, loss: Tree) -> Through:
+def _add_loss(carried: Carried, loss: Tree) -> Carried:
     """Adds a layer's loss and metrics to the sums."""
-    sums = through.carried.layer_losses
+    sums = carried.layer_losses
     if sums is None:  # only outputs are wanted
-        return through
-    return through.but(layer_losses=jax.tree.map(jnp.add, sums, addable(loss)))
+        return carried
+    return carried.but(layer_losses=jax.tree.map(jnp.add, sums, addable(loss)))
 
 
-def _layer_state(work: LayerWork, through: Through) -> Tree:
+def _layer_state(work: LayerWork, carried: Carried) -> Tree:
     """A layer's running statistics; None for a model without."""
     layout, example = work.fixed.setup.states, work.kind.example
     if layout is None:
         return None
     place = layout.layer_at(work.at, example)
-    return layout.unpack(layout.read(through.carried.states, place), example)
+    return layout.unpack(layout.read(carried.states, place), example)
 
 
-def _renew(work: LayerWork, through: Through, new: Tree) -> Through:
+def _renew(work: LayerWork, carried: Carried, new: Tree) -> Carried:
     """Writes a layer's new state."""
     layout, example = work.fixed.setup.states, work.kind.example
     assert layout is not None
     place = layout.layer_at(work.at, example)
-    states = layout.write(through.carried.states, place, layout.pack(new, example))
-    return through.but(states=states)
+    states = layout.write(carried.states, place, layout.pack(new, example))
+    return carried.but(states=states)

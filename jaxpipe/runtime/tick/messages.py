@@ -18,7 +18,7 @@ from jax import lax
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.tick.carried import Carried
+from jaxpipe.runtime.tick.fixed import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import BodyParts, Edges, Row, TickTable

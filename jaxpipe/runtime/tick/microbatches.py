@@ -1,4 +1,8 @@
-"""Sources of a microbatch's rows and key."""
+"""Microbatches: where their rows and keys come from, and gradients by the arrays that they cut.
+
+Inputs are arrays of the batch whose gradients are wanted, each known by its number; only embedding
+and head read them.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +76,27 @@ class StepMicrobatches(NamedTuple):
     def scale_of(self, i: Index) -> jax.Array | None:
         """Implements `Microbatches`."""
         return self.scale
+
+
+def inputs_of(rows: Batch, numbers: tuple[int, ...]) -> list[jax.Array]:
+    """The inputs among the rows of a microbatch, or of a batch."""
+    leaves = jax.tree.leaves(rows)
+    return [leaves[n] for n in numbers]
+
+
+def with_inputs(rows: Batch, numbers: tuple[int, ...], values: list[jax.Array]) -> Batch:
+    """The rows of a microbatch with other values as inputs."""
+    leaves, structure = jax.tree.flatten(rows)
+    for n, value in zip(numbers, values, strict=True):
+        leaves[n] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
+def add_gradients(sums: list[jax.Array], new: list[jax.Array], i: Index) -> list[jax.Array]:
+    """The inputs' gradients ``[rows, m, ...]`` with a share of microbatch i added."""
+
+    def add(total: jax.Array, gradient: jax.Array) -> jax.Array:
+        old = lax.dynamic_index_in_dim(total, i, 1, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, old + gradient, i, 1)
+
+    return list(map(add, sums, new))

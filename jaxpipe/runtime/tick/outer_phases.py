@@ -1,25 +1,33 @@
-"""Embedding and head of a tick: all stages compute them together, or the ends of the pipeline do.
+"""Embedding and head of a tick, and what becomes of what the head returns.
 
-Together, they need sums over all stages, in which every stage waits for the slowest. Otherwise the
-stage of the first virtual stage embeds, and that of the last one computes the head, from what lies
-on them.
+All stages compute them together, or the ends of the pipeline do. Together, they need sums over all
+stages, in which every stage waits for the slowest. Otherwise the stage of the first virtual stage
+embeds, and that of the last one computes the head, from what lies on them.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import run_if, tie
-from jaxpipe.runtime.layers.losses import differentiated
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed
-from jaxpipe.runtime.tick.inputs import WithInputs, add_gradients, inputs_of
-from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Activation, Index, Message, OuterParams, Tree
+from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.tick.fixed import Carried, Fixed
+from jaxpipe.runtime.tick.microbatches import (
+    Microbatches,
+    add_gradients,
+    inputs_of,
+    join_rows,
+    with_inputs,
+)
+from jaxpipe.runtime.trees import combine, describe
+from jaxpipe.runtime.types import Activation, Batch, Index, Message, OuterParams, Shapes, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
 
@@ -32,7 +40,7 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
         outer, i = fixed.weights.outer(fixed, carried.weights, "enter", i)
-        x = fixed.embed(batch, outer, i)
+        x = fixed.setup.model.embed(outer, *fixed.embed_context(batch, i))
         return put_slot(inbox, here, fixed.message(fixed.empty_message(), fixed.layers.first, x))
 
     runs = _runs(fixed, row.embed != NONE, is_first)
@@ -50,7 +58,8 @@ def evaluate(
         mine, collected = tie(y, collected)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
-        return fixed.collector.add(collected, fixed.head(batch, outer, x, row.head), row.head)
+        result = fixed.head(outer, x, *fixed.head_context(batch, row.head))
+        return fixed.collector.add(collected, result, row.head)
 
     runs = _runs(fixed, row.head != NONE, _is_at(fixed, -1))
     return carried.but(collected=run_if(runs, body, carried.collected))
@@ -68,20 +77,19 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
         mine, (collected, inbox, gradients, of_inputs) = tie(y, through)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
-
+        # A sum over devices of a constant cotangent would run before the loop, beside those in it.
+        scale, x = tie(fixed.loss_scale(batch, row.head), x)
         outer, constant = fixed.divided(outer)
+        rows, rng = fixed.head_context(batch, row.head)
 
         def loss(
             outer: OuterParams, x: Activation, values: list[jax.Array]
         ) -> tuple[jax.Array, Tree]:
-            outer = combine(outer, constant)
-            result = fixed.head(WithInputs(batch, inputs, values), outer, x, row.head)
-            return differentiated(result), result
+            own = with_inputs(rows, inputs, values)
+            result = fixed.head(combine(outer, constant), x, own, rng)
+            return losses.differentiated(result), result
 
-        # A sum over devices of a constant cotangent would run before the loop, beside those in it.
-        scale, x = tie(fixed.loss_scale(batch, row.head), x)
-        values = inputs_of(batch, inputs, row.head)
-        value, vjp, result = jax.vjp(loss, outer, x, values, has_aux=True)
+        value, vjp, result = jax.vjp(loss, outer, x, inputs_of(rows, inputs), has_aux=True)
         douter, dx, new = vjp(jnp.asarray(scale, value.dtype))
         gradients = sink.add_outer(gradients, douter, "leave")
         of_inputs = add_gradients(of_inputs, new, row.head)
@@ -118,13 +126,14 @@ def embed_gradient(
             mine = [jnp.where(slot == NONE, *pair) for pair in zip(mine, kept, strict=True)]
         cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
         outer, cotangent = fixed.weights.outer(fixed, carried.weights, "embed_gradient", cotangent)
-
         outer, constant = fixed.divided(outer)
+        rows, rng = fixed.embed_context(batch, i)
 
         def embed(outer: OuterParams, values: list[jax.Array]) -> Activation:
-            return fixed.embed(WithInputs(batch, inputs, values), combine(outer, constant), i)
+            own = with_inputs(rows, inputs, values)
+            return fixed.setup.model.embed(combine(outer, constant), own, rng)
 
-        _, vjp = jax.vjp(embed, outer, inputs_of(batch, inputs, i))
+        _, vjp = jax.vjp(embed, outer, inputs_of(rows, inputs))
         douter, new = vjp(cotangent)
         gradients = sink.add_outer(gradients, douter, "embed_gradient")
         return gradients, add_gradients(of_inputs, new, i)
@@ -152,3 +161,91 @@ def _from_stage(fixed: Fixed, message: Message, virtual_stage: int, number: int)
         has = _is_at(fixed, virtual_stage)
         message = [lax.psum(jnp.where(has, w, 0), fixed.axes.stage) for w in message]
     return fixed.activation(message, number)
+
+
+# Collectors of what the head returns.
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Loss and metrics, which are added up.
+
+    Args:
+      shapes: of what the head returns for a microbatch, made `losses.addable`.
+      microbatches: of a step.
+      layers: how many have losses.
+      axes: the mesh axes by their use.
+    """
+
+    shapes: Shapes
+    microbatches: int
+    layers: int
+    axes: Axes
+
+    def empty(self) -> Tree:
+        return jax.tree.map(jnp.zeros_like, self.shapes)
+
+    def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
+        return jax.tree.map(jnp.add, collected, losses.addable(new))
+
+    def result(self, collected: Tree, layer_losses: Tree) -> Tree:
+        """The same on every device."""
+        mean, total = (partial(f, axis_name=self.axes.peers) for f in (lax.pmean, lax.psum))
+        copies = lax.axis_size(self.axes.model)
+        combined = partial(losses.combined, mean=mean, total=total, copies=copies)
+        result = combined(collected, self.microbatches)
+        if layer_losses is None:
+            return result
+        loss, metrics = losses.parts(lax.psum(layer_losses, self.axes.stage))
+        metrics = combined(metrics, self.microbatches * self.layers)
+        return losses.with_metrics(result, mean(loss / self.microbatches), metrics)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Outputs ``[rows, ...]`` of every microbatch, which are put in the order of the batch's rows.
+
+    ``shapes`` are those of a microbatch, or of one of its slices, of which there are
+    ``microbatches`` in all.
+    """
+
+    shapes: Shapes
+    microbatches: int
+    num_slices: int
+
+    def empty(self) -> Tree:
+        def buffer(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            rows, *others = leaf.shape
+            return jnp.zeros((rows, self.microbatches, *others), leaf.dtype)
+
+        return jax.tree.map(buffer, self.shapes)
+
+    def add(self, collected: Tree, new: Tree, i: Index) -> Tree:
+        return jax.tree.map(
+            lambda kept, w: lax.dynamic_update_index_in_dim(kept, w, i, 1), collected, new
+        )
+
+    def result(self, collected: Tree, layer_losses: Tree) -> Tree:
+        """This data shard's rows, the same on every stage."""
+        return join_rows(collected, self.num_slices)
+
+
+def check_output(output: Shapes, rows: Batch, num_slices: int) -> None:
+    """Raises ValueError if what `Model.output` returns does not begin with a microbatch's rows, or
+    with the rows and the positions of a slice."""
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    leaves = jax.tree.leaves(output)
+    if not leaves or any(leaf.shape[:1] != (num_rows,) for leaf in leaves):
+        raise ValueError(
+            f"Model.output returns {describe(output)}; it must return arrays whose first dimension "
+            f"is the {num_rows} rows of a microbatch. What is not per row is a metric of "
+            "`Model.head_loss`."
+        )
+    if num_slices > 1:
+        length = next(w.shape[1] for w in jax.tree.leaves(rows) if w.ndim > 1)
+        if any(leaf.shape[1:2] != (length,) for leaf in leaves):
+            raise ValueError(
+                f"Model.output returns {describe(output)} for a slice of a sequence; its arrays "
+                f"must begin with rows and the {length} positions of the slice. Use a schedule "
+                "without slices for other outputs."
+            )

@@ -16,12 +16,12 @@ from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout, layer_rows
-from jaxpipe.runtime.tick.collected import Collector, Losses, Outputs, check_output
 from jaxpipe.runtime.tick.fixed import (
     CARRY,
     CARRY_GRADIENT,
     RESIDUALS,
     RESIDUALS_OF_F,
+    Collector,
     Fixed,
     GradientSink,
     Setup,
@@ -30,8 +30,8 @@ from jaxpipe.runtime.tick.fixed import (
     losses_of_layers,
     mean_scale,
 )
-from jaxpipe.runtime.tick.inputs import read_by_layers
 from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.outer_phases import Losses, Outputs, check_output
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import (
     Activation,
@@ -73,7 +73,7 @@ def fix(
         early=setup.early,
         stage_axis=axes.stage,
     )
-    refuse(read_by_layers(layers, rows_of_one, setup.inputs))
+    refuse(_inputs_of_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
     y = layers.activations[layers.last]
@@ -113,6 +113,19 @@ def _left_behind(layers: Layers, setup: Setup) -> dict[str, list[Sequence[Shapes
         carries = [jax.tree.leaves(kind.carry.shapes) for kind in layers.kinds if kind.carry]
         values |= dict.fromkeys((CARRY, CARRY_GRADIENT) if setup.trains else (CARRY,), carries)
     return values
+
+
+def _inputs_of_layers(layers: Layers, batch: Batch, numbers: tuple[int, ...]) -> Iterator[str]:
+    """Says which inputs are read by layers, whose backward has no part for the microbatch."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
+    for kind in layers.kinds:
+        for n in kind.split.reads_of_context:
+            if n in numbers:
+                yield (
+                    f"Pipeline.loss was differentiated with respect to batch{paths[n]}, which "
+                    f"layer {kind.example} reads; only what the embedding and the head read has "
+                    "a gradient. Let the embedding return it as a part of x."
+                )
 
 
 def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> Iterator[str]:

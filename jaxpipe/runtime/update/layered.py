@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.whole_model import outer_of
-from jaxpipe.runtime.tick.carried import Carried
-from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
+from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink
 from jaxpipe.runtime.tick.gradients import reduced_outer
 from jaxpipe.runtime.trees import rounded
 from jaxpipe.runtime.types import (
