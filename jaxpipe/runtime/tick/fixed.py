@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.options import Options
@@ -44,12 +45,21 @@ from jaxpipe.runtime.types import (
     Message,
     OuterParams,
     Shapes,
+    Span,
     States,
     Stored,
     Tree,
 )
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import Cell, Pairs, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import (
+    NONE,
+    Cell,
+    Pairs,
+    Row,
+    TickTable,
+    Transfer,
+    Transfers,
+)
 
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
@@ -437,6 +447,29 @@ class LayerWork(Work):
         (values,) = self.saved(carried, CARRY)
         pairs = zip(values, self.kind.carry.appended, strict=True)
         return [value for value, is_appended in pairs if is_appended]
+
+
+class MovedPiece(NamedTuple):
+    """A span of one piece that moves, or of none, and the share of it, if not all."""
+
+    span: Span
+    share: Share | None
+
+
+def pieces_of(transfers: Transfers, transfer: Transfer) -> list[MovedPiece]:
+    """Lists what a stage moves in a tick.
+
+    All stages take part in a transfer, since a loop would keep it from running beside layers; one
+    that has nothing to move reads zeros, and writes nothing.
+    """
+    count, of = jnp.where(transfer.chunk == NONE, 0, 1), transfers.shares
+    chunk = jnp.maximum(transfer.chunk, 0)
+    found = []
+    for first in (transfer.piece + n for n in range(transfers.group)):
+        number = first // of
+        share = None if of == 1 else Share(first % of, of)
+        found.append(MovedPiece((chunk, number, number + count), share))
+    return found
 
 
 Pieces: TypeAlias = list[list[Stored]]

@@ -12,8 +12,15 @@ from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
 from jaxpipe.runtime.layout.shares import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork, Sums
-from jaxpipe.runtime.tick.pieces import MovedPiece, pieces_of
+from jaxpipe.runtime.tick.fixed import (
+    Carried,
+    Fixed,
+    GradientSink,
+    LayerWork,
+    MovedPiece,
+    Sums,
+    pieces_of,
+)
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer

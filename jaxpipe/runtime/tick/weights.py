@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,8 +16,15 @@ from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.shares import Share, share_of
-from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, Pieces, Setup, WeightSource
-from jaxpipe.runtime.tick.pieces import pieces_of
+from jaxpipe.runtime.tick.fixed import (
+    Fixed,
+    LayerWork,
+    MovedPiece,
+    Pieces,
+    Setup,
+    WeightSource,
+    pieces_of,
+)
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
@@ -87,13 +93,13 @@ class Gathered(WeightSource):
     @jax.named_scope("gather")
     def gather(self, fixed: Fixed, held: Held, transfer: Transfer) -> Held:
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
-            at = (fixed.stage, chunk, number)
+            at = fixed.stage, chunk, number
             shards, slots = self._shards(fixed, held, at, None, slots)
+            whole = self._whole(fixed, shards, 1)
+            given = zip(fixed.setup.layer_layouts, slots, whole, strict=True)
             return [
-                layout.write(slot, layout.piece_at(at, slot=transfer.slot), whole)
-                for layout, slot, whole in zip(
-                    fixed.setup.layer_layouts, slots, self._whole(fixed, shards, 1), strict=True
-                )
+                layout.write(slot, layout.piece_at(at, slot=transfer.slot), one)
+                for layout, slot, one in given
             ]
 
         return held._replace(copies=fixed.params.loop_pieces(transfer.chunk, body, held.copies))
@@ -106,74 +112,60 @@ class Gathered(WeightSource):
     @jax.named_scope("gather")
     def start(self, fixed: Fixed, held: Held, transfer: Transfer) -> Pieces:
         gathers = fixed.table.gathers
-        shapes = self._piece_shapes(fixed, sharded=True)
-        empty, pieces = jax.tree.map(jnp.zeros_like, shapes), []
-        for span, share in pieces_of(gathers, transfer):
+        empty = jax.tree.map(jnp.zeros_like, self._piece_shapes(fixed, sharded=True))
 
-            def read(
-                chunk: Index,
-                number: Index,
-                nothing: Arrays,
-                shards: list[Stored],
-                share: Share | None = share,
-            ) -> Tree:
+        def gathered(moved: MovedPiece) -> list[Stored]:
+            def read(chunk: Index, number: Index, nothing: Arrays, shards: Tree) -> Tree:
                 at = fixed.stage, chunk, number
-                return nothing, self._shards(fixed, held, at, share, shards)[0]
+                return nothing, self._shards(fixed, held, at, moved.share, shards)[0]
 
-            _, shards = fixed.params.loop(span, read, {}, empty)
-            pieces.append(self._whole(fixed, shards, gathers.shares))
-        return pieces
+            _, shards = fixed.params.loop(moved.span, read, {}, empty)
+            return self._whole(fixed, shards, gathers.shares)
+
+        return list(map(gathered, pieces_of(gathers, transfer)))
 
     @jax.named_scope("store_gathered")
     def finish(self, fixed: Fixed, held: Held, pieces: Pieces, transfer: Transfer) -> Held:
-        slots = list(held.copies)
-        moved = zip(pieces_of(fixed.table.gathers, transfer), pieces, strict=True)
-        for ((span, share), piece), (n, layout) in itertools.product(
-            moved, enumerate(fixed.setup.layer_layouts)
-        ):
+        def stored(layout: LayerLayout, moved: MovedPiece, slots: Arrays, one: Stored) -> Arrays:
+            def write(chunk: Index, number: Index, slots: Arrays, one: Stored) -> Tree:
+                at = fixed.stage, chunk, number
+                place = layout.piece_at(at, slot=transfer.slot, share=moved.share)
+                return layout.write(slots, place, one), one
 
-            def write(
-                chunk: Index,
-                number: Index,
-                slot: Arrays,
-                one: Stored,
-                layout: LayerLayout = layout,
-                share: Share | None = share,
-            ) -> Tree:
-                at = (fixed.stage, chunk, number)
-                place = layout.piece_at(at, slot=transfer.slot, share=share)
-                return layout.write(slot, place, one), one
+            return layout.loop(moved.span, write, slots, one)[0]
 
-            slots[n], _ = layout.loop(span, write, slots[n], piece[n])
-        return held._replace(copies=slots)
+        copies, layouts = held.copies, fixed.setup.layer_layouts
+        for moved, piece in zip(pieces_of(fixed.table.gathers, transfer), pieces, strict=True):
+            copies = [
+                stored(layout, moved, slots, one)
+                for layout, slots, one in zip(layouts, copies, piece, strict=True)
+            ]
+        return held._replace(copies=copies)
 
     def _shards(
         self, fixed: Fixed, held: Held, at: At, share: Share | None, carried: Carry
     ) -> tuple[list[Stored], Carry]:
         """This data shard's part of a piece, or of a share of it, in the dtypes that are gathered,
         tied to a value."""
+        layouts = fixed.setup.layer_layouts
         shards = [
             layout.read(one, layout.piece_at(at, share=share))
-            for layout, one in zip(fixed.setup.layer_layouts, held.layers, strict=True)
+            for layout, one in zip(layouts, held.layers, strict=True)
         ]
         shards, carried = tie(shards, carried)
         if fixed.setup.compute is None:
             return shards, carried
         scales = [
             None if one is None else layout.read(one, layout.piece_at(at))
-            for layout, one in zip(fixed.setup.layer_layouts, held.scales, strict=True)
+            for layout, one in zip(layouts, held.scales, strict=True)
         ]
         return list(map(cast, shards, fixed.setup.compute, scales)), carried
 
     def _piece_shapes(self, fixed: Fixed, *, sharded: bool) -> Shapes:
         """Shapes of what moves of all layouts, or of a data shard's part, as they are gathered."""
-        own = [
-            jax.tree.map(
-                lambda leaf: leaf.struct(sharded=sharded),
-                share_of(layout.piece, fixed.table.gathers.shares),
-            )
-            for layout in fixed.setup.layer_layouts
-        ]
+        shares = fixed.table.gathers.shares
+        leaves = [share_of(layout.piece, shares) for layout in fixed.setup.layer_layouts]
+        own = jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), leaves)
         if fixed.setup.compute is None:
             return own
         return jax.tree.map(
