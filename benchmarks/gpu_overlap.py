@@ -39,7 +39,7 @@ from jaxpipe.runtime.measure.memory import (
     predicted_bytes,
 )
 from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.generators.interleaved import depth_first
+from jaxpipe.schedule.generators.depth_first import depth_first
 from jaxpipe.schedule.placement import linear
 
 STAGES, MICROBATCHES, LAYERS = 2, 8, 8

@@ -22,8 +22,7 @@ import tyro
 
 from benchmarks import harness
 from benchmarks.processes import Case, measured, row
-from jaxpipe.planning.plans import SCHEDULES
-from jaxpipe.planning.program import Program, relative, table_of
+from jaxpipe.planning.plans import SCHEDULES, Program, relative, table_of
 from jaxpipe.schedule import Costs
 
 LEAST_CORRELATION, MOST_LOSS, MOST_ERROR = 0.95, 0.02, 0.05

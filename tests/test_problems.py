@@ -16,8 +16,8 @@ from jaxpipe.commands import options
 from jaxpipe.runtime.layers.split import split_layer
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.generators.depth_first import interleaved
 from jaxpipe.schedule.generators.hanayo import hanayo
-from jaxpipe.schedule.generators.interleaved import interleaved
 from jaxpipe.schedule.partition import Memory, partition
 from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.problems import ArgumentError, Problem

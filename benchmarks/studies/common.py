@@ -19,8 +19,7 @@ from benchmarks import harness
 from jaxpipe.planning import cost, counting, without_devices
 from jaxpipe.planning.cost import Prediction, least_bytes
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.plans import PlacedPlan, Plan, plans
-from jaxpipe.planning.program import Program, grown, table_of
+from jaxpipe.planning.plans import PlacedPlan, Plan, Program, families, grown, table_of
 from jaxpipe.planning.search import Goal, evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule.simulate import Costs, simulate
@@ -105,10 +104,11 @@ def best(
     excluded: Counter[str] = Counter()
     fitting = [
         placed
-        for plan in plans(model, cluster, batches, excluded)
-        if not plan.ends
-        and allowed(plan)
-        and least_bytes(placed := PlacedPlan(plan, model, cluster)) <= cluster.memory_bytes
+        for family in families(model, cluster, batches, excluded)
+        for placed in family
+        if not placed.plan.ends
+        and allowed(placed.plan)
+        and least_bytes(placed) <= cluster.memory_bytes
     ]
     bounds = {one: _steps(goal, one) * cost.least_seconds(one) for one in fitting}
     found = None

@@ -19,8 +19,7 @@ from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import devices
 from jaxpipe.planning.cost import Prediction
-from jaxpipe.planning.plans import Plan
-from jaxpipe.planning.program import Program, table_of
+from jaxpipe.planning.plans import Plan, Program, table_of
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.lowering.table import NONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jaxpipe.asynchronous.steady import PartTicks, SteadyState
-from jaxpipe.schedule.show.text_draw import check_width
+from jaxpipe.schedule.show.draw import check_width
 
 
 def steady_text(steady: SteadyState) -> str:

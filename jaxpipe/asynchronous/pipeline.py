@@ -107,7 +107,7 @@ class AsyncPipeline:
     Example:
       >>> from jaxpipe.runtime.layers.model import Model
       >>> from jaxpipe.runtime.mesh import make_mesh
-      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
       >>> model = Model(
       ...     embed=lambda outer, batch, rng: batch["x"],
       ...     layer=lambda w, x, batch, rng: jnp.tanh(x @ w),

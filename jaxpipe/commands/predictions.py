@@ -135,8 +135,6 @@ def of_schedules(
 
     Args:
       options: names of schedules, each with its "chunks" and "slices" where these are given.
-      on: a model, and the other axes of the mesh.
-      stages, microbatches: shape of the schedules.
 
     Raises:
       ArgumentError: the options do not fit each other.
@@ -187,16 +185,7 @@ def print_parts(
     which: str,
     scale: float,
 ) -> None:
-    """Prints seconds or bytes by part, and all of them.
-
-    Args:
-      console: console to print on.
-      title: title of the table.
-      label: heading of the first column.
-      plans: name and plan of each row.
-      which: "seconds" or "bytes".
-      scale: factor to the unit that is shown.
-    """
+    """Prints "seconds" or "bytes" of named plans by part and in all, multiplied by ``scale``."""
     parts = [
         {**getattr(plan, which), "all": sum(getattr(plan, which).values())} for _, plan in plans
     ]

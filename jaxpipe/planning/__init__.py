@@ -2,17 +2,15 @@
 
 =================  =============================================================================
 `devices`          peaks, bandwidths, memory and price of devices and links, with their sources
-`sizes`            what a model's layers compute, move and keep, as a trace counts it; JSON
-`traced`           counts that
-`calibration`      a device as it was measured, in place of its data sheet; JSON
-`measuring`        measures that
-`without_devices`  traces and compiles for GPUs that are not there
-`programs`         tick tables by name and shape, and how they grow with the microbatches
-`memory`           bytes on a device, by part
-`step`             seconds of a step, by part, with what computation hides
-`candidates`       the plans that there are
+`sizes`            what a model's layers compute, move and keep; JSON
+`plans`            a model spread over devices, its tick tables, and which plans there are
+`cost`             seconds of a step and bytes of a device, by part
 `search`           why plans are out, the best ones, and the Pareto front
+`configurations`   where models come from
+`counting`         counts sizes of a model from its trace
+`measuring`        measures devices, in place of their data sheets
+`without_devices`  traces and compiles for GPUs that are not there
 =================  =============================================================================
 
-Only `traced`, `measuring` and `without_devices` import jax.
+Only the last three import jax.
 """

@@ -28,8 +28,18 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
-from jaxpipe.planning.plans import MASTER_BYTES, SCHEDULES, Links, PlacedPlan, Plan
-from jaxpipe.planning.program import Program, grown, lowering_of, relative, table_of
+from jaxpipe.planning.plans import (
+    MASTER_BYTES,
+    SCHEDULES,
+    Links,
+    PlacedPlan,
+    Plan,
+    Program,
+    grown,
+    lowering_of,
+    relative,
+    table_of,
+)
 from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay, work_of
@@ -65,9 +75,7 @@ class Prediction(NamedTuple):
     """Predicted time and memory of a plan.
 
     Args:
-      placed: the plan, its model and cluster.
-      seconds: seconds of a step, by part.
-      bytes: bytes of a device, by part.
+      seconds, bytes: of a step and of a device, by part.
       steps: optimizer steps of the training.
       compiled_bytes: bytes of a device, by the compiler; None if it was not compiled.
     """

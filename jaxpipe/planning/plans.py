@@ -1,5 +1,10 @@
-"""Plans: how a model is spread over devices, what its devices and links then have to do, and which
-plans there are."""
+"""Plans: how a model is spread over devices, what its devices and links then have to do, the tick
+tables that they run, and which plans there are.
+
+A schedule's steady state repeats every ``p`` microbatches. A long step is therefore not lowered
+whole: two shorter ones that are ``p`` microbatches apart give the line on which its time and its
+slots lie. The plans that are shown at the end are lowered as they are, unless they are very long.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,17 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeAlias
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.lowering.transfers import dividing_shares
+from jaxpipe.schedule.lowering.lower import Lowering
+from jaxpipe.schedule.lowering.table import TickTable
+from jaxpipe.schedule.lowering.transfers import MoveOptions, dividing_shares
+from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.simulate import Costs
 
 MASTER_BYTES = 4
 """Bytes of an element of a gradient sum or of the optimizer's state: float32."""
@@ -69,8 +78,14 @@ class Offload(NamedTuple):
 
 
 NOTHING = Offload()
+
+_PERIODS = 4
+"""Microbatches, in stages, after which a schedule is in its steady state."""
+_FEWEST = 8
+_MOST_PASSES = 4096
+"""Most forward passes of a program with an order of its own that is lowered as it is."""
 _DIGITS = 2
-"""Decimals of the number of layers that take as long as a head."""
+"""Digits of relative costs, and of layers that take as long as a head, that tell programs apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +93,12 @@ class Plan:
     """A mesh, a schedule and the options of a pipeline.
 
     Args:
-      stage, data, context, tensor: devices along the mesh's axes.
       replica: groups of data shards that hold the same parts.
-      schedule: name of the schedule.
-      chunks: number of chunks per stage.
-      microbatches: number of microbatches per step.
       rows: rows of a microbatch on one data shard.
-      remat: policy of rematerialization.
-      zero: level.
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
       weights: "stacked" or "unrolled".
-      on_host: what lies in the memory of the host.
       expert: data shards, next to each other, that have some of a layer's experts each.
       ends: whether the stages of the first and the last layer compute embedding and head, or all.
-      slices: slices into which the sequences of a microbatch are cut.
     """
 
     stage: int
@@ -291,7 +298,7 @@ class PlacedPlan:
         return self.cluster.link(self._near * self.plan.stage * self.plan.replica)
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _head_layers(model: ModelSizes, variant: Variant, rows: int) -> float:
     sizes = model.variants[variant]
     of_head = sizes.head.flops(rows) * model.num_layers
@@ -301,7 +308,7 @@ def _head_layers(model: ModelSizes, variant: Variant, rows: int) -> float:
 _Shapes = tuple[tuple[int, ...], ...]
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: int) -> int:
     """Counts the shares of arrays whose first dimension that divides data shards split."""
     arrays = [(shape, parts) for shape in shapes]
@@ -313,47 +320,127 @@ def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: 
     return dividing_shares(sizes)
 
 
+# Tick tables of plans, each lowered once for all plans that share it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The choices that decide a tick table.
+
+    Args:
+      layers: number of layers of the model.
+      costs: costs of a chunk, relative, for which orders are made; None for the published order.
+      weight_slots, own_slots, shares, sums_in_slots, together: how the pipeline lowers it; no
+        shares where chunks move as a whole.
+      head_layers: how many layers the last stage's head stands for in the partition.
+    """
+
+    schedule: str
+    stages: int
+    chunks: int
+    microbatches: int
+    layers: int
+    costs: Costs | None
+    weight_slots: int = 1
+    own_slots: bool = False
+    shares: int = 0
+    sums_in_slots: bool = False
+    together: bool = False
+    head_layers: float = 0.0
+    slices: int = 1
+
+    def without_transfers(self) -> Program:
+        """The program of the same order in which nothing moves over data."""
+        return dataclasses.replace(
+            self, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
+        )
+
+    def shorter(self) -> tuple[tuple[Program, float], ...]:
+        """Programs and weights whose sum has this one's time and slots; itself, if it is short."""
+        p, k = self.stages, self.slices
+        most = max(-(-_PERIODS * p // k), _FEWEST)
+        passes = p * self.chunks * self.microbatches * k
+        shown = self.costs is not None and passes <= _MOST_PASSES
+        if shown or self.microbatches <= most + p:
+            return ((self, 1.0),)
+        longer = most + self.microbatches % p
+        periods = (self.microbatches - longer) / p
+        two = (dataclasses.replace(self, microbatches=m) for m in (longer, longer - p))
+        return tuple(zip(two, (1 + periods, -periods), strict=True))
+
+
+def grown(program: Program, of: Callable[[Program], float]) -> float:
+    """Extends a number of a program that grows in a line with its microbatches."""
+    return sum(weight * of(short) for short, weight in program.shorter())
+
+
+def lowering_of(program: Program) -> Lowering:
+    """Lowers a program without its transfers over data, once for all programs with its order.
+
+    Raises:
+      ArgumentError: the schedule does not fit the shape.
+    """
+    return _lowering_of(program.without_transfers())
+
+
+@lru_cache(maxsize=512)
+def _lowering_of(p: Program) -> Lowering:
+    order = _build(
+        p.schedule,
+        stages=p.stages,
+        microbatches=p.microbatches,
+        chunks=p.chunks,
+        slices=p.slices if p.slices > 1 else None,
+        costs=p.costs,
+    )
+    counts = partition([1.0] * (p.layers - 1) + [1.0 + p.head_layers], order.placement)
+    return Lowering(order, counts, together=p.together)
+
+
+_build = lru_cache(maxsize=512)(catalog.build)
+
+
+@lru_cache(maxsize=2048)
+def table_of(program: Program) -> TickTable:
+    """Lowers a program, as `jaxpipe.Pipeline` does.
+
+    Raises:
+      ArgumentError: the schedule does not fit the shape.
+    """
+    lowered = lowering_of(program)
+    pieces = max(lowered.layer_counts) if program.shares else 0
+    return lowered.table(
+        weight_slots=program.weight_slots,
+        gradient_slots=None if program.sums_in_slots else lowered.schedule.num_chunks,
+        moving=MoveOptions(program.own_slots, pieces, max(1, program.shares)),
+    )
+
+
+def relative(costs: Costs) -> Costs:
+    """Rounds costs to multiples of F in few digits, so that similar plans share a table.
+
+    Example:
+      >>> relative(Costs(2.0, 2.4444, 1.6, 0.0123))
+      Costs(f=1.0, b=1.2, w=0.8, message=0.0062)
+    """
+    b, w, message = (
+        float(f"{value / costs.f:.{_DIGITS}g}") for value in (costs.b, costs.w, costs.message)
+    )
+    return Costs(1.0, b, w, message, attention=round(costs.attention, _DIGITS))
+
+
 # The plans that there are.
 
 
-class Options(NamedTuple):
-    """Fields of a plan beside its mesh, schedule, microbatches and policy."""
-
-    zero: int
-    weight_slots: int
-    on_host: Offload
-    ends: bool
+Family: TypeAlias = Sequence[PlacedPlan]
+"""Plans that differ in the ZeRO level, weight slots, what lies on the host and who computes the
+ends alone: with less on the host before more, and more slots before fewer."""
 
 
-class Family(NamedTuple):
-    """Plans that differ in their options alone.
-
-    Args:
-      placed: the first of them.
-      options: those of each, with less on the host before more, and more slots before fewer.
-    """
-
-    placed: PlacedPlan
-    options: Sequence[Options]
-
-    def members(self) -> Iterator[Family]:
-        """Yields every plan as a family of its own."""
-        for one in self.options:
-            plan = dataclasses.replace(self.placed.plan, **one._asdict())
-            placed = PlacedPlan(plan, self.placed.model, self.placed.cluster)
-            yield Family(placed, [one])
-
-    def only(self, allowed: Callable[[Plan], bool]) -> list[Family]:
-        """Lists a family of the plans that are allowed; none if there are none."""
-        kept = [one for one in self.members() if allowed(one.placed.plan)]
-        options = [option for one in kept for option in one.options]
-        return [Family(kept[0].placed, options)] if kept else []
-
-    def leanest(self) -> Family:
-        """Selects the plans that take the least memory, for each ZeRO level and for who computes
-        the ends."""
-        by_level = {(one.zero, one.ends): one for one in self.options}
-        return self._replace(options=list(by_level.values()))
+def leanest(family: Family) -> Family:
+    """Selects the plans that take the least memory, for each ZeRO level and for who computes the
+    ends."""
+    return list({(one.plan.zero, one.plan.ends): one for one in family}.values())
 
 
 def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
@@ -371,19 +458,6 @@ def who_computes_ends(model: ModelSizes, variant: Variant, stages: int) -> tuple
     return (False, True) if several and split else (several,)
 
 
-def plans(
-    model: ModelSizes,
-    cluster: Cluster,
-    batches: Sequence[int],
-    excluded: Counter[str],
-    *,
-    on_host: Sequence[Offload] = (NOTHING,),
-) -> Iterator[Plan]:
-    """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
-    for family in families(model, cluster, batches, excluded, on_host=on_host):
-        yield from (member.placed.plan for member in family.members())
-
-
 def families(
     model: ModelSizes,
     cluster: Cluster,
@@ -392,7 +466,7 @@ def families(
     *,
     on_host: Sequence[Offload] = (NOTHING,),
 ) -> Iterator[Family]:
-    """Yields all plans as `plans` does, by what they share."""
+    """Yields all plans with these ``on_host``; counts in ``excluded`` those that cannot exist."""
     meshes = sorted({(*variant.mesh, variant.slices) for variant in model.variants})
     remats = sorted({variant.remat for variant in model.variants})
     for context, tensor, expert, slices in meshes:
@@ -456,16 +530,19 @@ def _families(
                 continue
             for replica in replicas:
                 zeros = (0,) if data == 1 else (0, 1, 2, 3) if replica == 1 else (1, 2, 3)
-                options = [
-                    Options(zero, slots, host, at_ends)
+                plan = functools.partial(
+                    Plan,
+                    stage=stage, data=data, context=context, tensor=tensor, replica=replica,
+                    schedule=name, chunks=chunks, microbatches=microbatches, rows=rows,
+                    remat=remat, weights=weights, expert=expert, slices=slices,
+                )  # fmt: skip
+                yield [
+                    PlacedPlan(
+                        plan(zero=zero, weight_slots=slots, on_host=host, ends=at_ends),
+                        model,
+                        cluster,
+                    )
                     for zero in zeros
                     for slots in ((2, 1) if zero >= 2 and chunks > 1 else (1,))
                     for host, at_ends in itertools.product(on_host, ends)
                 ]
-                plan = Plan(
-                    stage=stage, data=data, context=context, tensor=tensor, replica=replica,
-                    schedule=name, chunks=chunks, microbatches=microbatches, rows=rows,
-                    remat=remat, zero=zeros[0], weight_slots=1, weights=weights,
-                    on_host=on_host[0], expert=expert, ends=ends[0], slices=slices,
-                )  # fmt: skip
-                yield Family(PlacedPlan(plan, model, cluster), options)

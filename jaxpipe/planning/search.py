@@ -95,8 +95,7 @@ class Result:
       without_stages: the best plan of one stage, timed as it would run: data, tensor and context
         devices alone; None if none fits the batch and the memory.
       front: the Pareto front of time, memory and cost, by time.
-      excluded: how many plans are out, by `REASONS`.
-      considered: how many there were.
+      excluded: how many of the plans that were ``considered`` are out, by `REASONS`.
     """
 
     best: tuple[Prediction, ...]
@@ -120,10 +119,8 @@ def search(
 
     Args:
       clusters: that may be used; they differ in the number of devices.
-      finalists: how many of the best plans that differ in mesh, schedule or policy to time as they
-        would run.
+      finalists: how many plans that differ in mesh, schedule or policy to time as they would run.
       on_host: what lies on the host; None for what is best there.
-      allowed: which plans may be taken; None for all.
       progress: told which share of the work is done, 0 to 1.
 
     Raises:
@@ -142,7 +139,8 @@ def search(
         )
     ]
     if allowed is not None:
-        families = [one for family in families for one in family.only(allowed)]
+        kept = ([one for one in family if allowed(one.plan)] for family in families)
+        families = [family for family in kept if family]
     if not families:
         devices = clusters[0].count
         rule = "divides into no mesh and microbatches; a batch must have rows for the data shards"
@@ -150,14 +148,13 @@ def search(
     progress(0.05)
     screened = screen(families, goal, finalists, excluded, progress)
     if not screened:
-        leanest = (family.leanest().members() for family in families)
-        _refuse_memory([one.placed for one in itertools.chain.from_iterable(leanest)])
+        _refuse_memory([one for family in families for one in plans.leanest(family)])
     considered = len(screened) + excluded.total()
 
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
-    one_stage = [family for family in families if family.placed.plan.stage == 1]
+    one_stage = [family for family in families if family[0].plan.stage == 1]
     plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
     first, others = _finalists(screened, value, finalists)
     timed = []
@@ -223,8 +220,8 @@ def screen(
 
     def add(family: Family) -> None:
         least = _least(family, goal)
-        if least.memory > room(family.placed):
-            excluded["memory"] += len(family.options)
+        if least.memory > room(family[0]):
+            excluded["memory"] += len(family)
         else:
             heapq.heappush(queue, (goal.value(least), next(numbers), least, family))
 
@@ -242,11 +239,11 @@ def screen(
         _, number, least, family = heapq.heappop(queue)
         progress(0.05 + 0.55 * number / (number + len(queue)))
         if slower(least, _NEAR):
-            excluded["slower"] += len(family.options)
-        elif len(family.options) > 1:
-            for member in family.members():
-                add(member)
-        elif (prediction := evaluated(family.placed, goal, excluded, slower)) is not None:
+            excluded["slower"] += len(family)
+        elif len(family) > 1:
+            for placed in family:
+                add([placed])
+        elif (prediction := evaluated(family[0], goal, excluded, slower)) is not None:
             predictions.append(prediction)
             new = prediction.measures
             if not any(best.near(new) for best in pareto):
@@ -259,10 +256,10 @@ def screen(
 
 def _least(family: Family, goal: Goal) -> Measures:
     """Bounds what each plan of a family takes from below."""
-    placed = family.placed
-    if len(family.options) == 1:
+    placed = family[0]
+    if len(family) == 1:
         return _measures(placed, goal, cost.least_seconds(placed), cost.least_bytes(placed))
-    memory = min(cost.least_bytes(lean.placed) for lean in family.leanest().members())
+    memory = min(map(cost.least_bytes, plans.leanest(family)))
     return _measures(placed, goal, cost.least_of_family(placed), memory)
 
 
@@ -311,11 +308,9 @@ def predicted(placed: PlacedPlan, goal: Goal = ONE_STEP) -> Prediction:
 def compiled(
     result: Result, measure: Callable[[Prediction], float], *, count: int, goal: Goal
 ) -> Result:
-    """Replaces the predicted memory of the best plans by the compiler's.
+    """Replaces the predicted memory of the best plans by the compiler's, which ``measure`` returns.
 
     Args:
-      result: result of a search.
-      measure: compiles a plan, and returns its bytes of a device.
       count: how many plans to compile; only these are among the best then.
 
     Raises:

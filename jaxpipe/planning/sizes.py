@@ -76,7 +76,6 @@ class LayerSizes(NamedTuple):
     """One kind of layer on one device.
 
     Args:
-      f, b, w: its passes.
       parameters: elements that the device has.
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
       live: bytes that exist at once while a pass runs, beside what is kept.
@@ -137,8 +136,7 @@ class Sizes(NamedTuple):
     What is computed, moved and kept is that of an average slice, if sequences are cut.
 
     Args:
-      layers: the kinds of layers.
-      kind_of: for every layer, the number of its kind.
+      layers, kind_of: the kinds of layers, and the number of its kind for every layer.
       message: bytes of an activation between stages.
       outer_parameters: elements of embedding and head on a device, without stages.
       outer_split: number of these elements that stages split among themselves.
@@ -169,13 +167,10 @@ class ModelSizes:
 
     Args:
       name: such as its configuration's file.
-      tokens_per_row: tokens of a row.
-      parameter_bytes: bytes of one parameter.
       compute_bytes: bytes of one parameter where layers read it, unless it is quantized; the same
         if it is not cast.
       moments: numbers that the optimizer keeps for every parameter.
-      batch_rows: rows of the configuration's batch.
-      row_bytes: bytes of a row of the batch.
+      batch_rows: rows of the configuration's batch, of ``row_bytes`` each.
       variants: sizes by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
     """

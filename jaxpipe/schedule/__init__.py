@@ -8,7 +8,7 @@ command line and the trainer. That is all that its author needs. Programs that t
 
 =========================  =========================================================================
 `actions`, `placement`     what a schedule is
-`catalog`, `built_in`      every schedule by name: `catalog.build`
+`catalog`                  every schedule by name: `catalog.build`
 `problems`                 what is wrong with an argument, as data
 `generators`               one file per family; `events` is the machine on which orders are made
 `search`                   orders that are searched for, and the disk cache of searches

@@ -2,7 +2,8 @@
 
 A schedule is a function ``generate(num_stages, num_microbatches, **options)``; the options it reads
 are its keyword-only parameters. Your own joins with `register`, or from an installed package by an
-entry point of the group ``jaxpipe.schedules``.
+entry point of the group ``jaxpipe.schedules``. `docs/schedules.md` has the bubbles and peaks of the
+built-in ones.
 """
 
 from __future__ import annotations
@@ -14,17 +15,141 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, cached_property, partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
 from jaxpipe.schedule.actions import GUESTS, Schedule
-from jaxpipe.schedule.built_in import BUILT_IN, MEASURES, OPTIONS, PUBLISHED, Entry, Generate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import user
+from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe, modular
+from jaxpipe.schedule.generators.depth_first import (
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v, dualpipe_v_published
 from jaxpipe.schedule.generators.eager import in_time
+from jaxpipe.schedule.generators.hanayo import hanayo
+from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
+from jaxpipe.schedule.search.auto import auto
+from jaxpipe.schedule.search.cache import cached
+from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import UNIT, Costs
+
+Generate = Callable[..., Schedule]
+
+MEASURES = ("costs", "layer_costs")
+"""Options that describe the machine and the model, whatever the schedule."""
+PUBLISHED = "-published"
+"""Suffix of the name under which a reordered schedule keeps its own order, whatever the costs."""
+OPTIONS = ("num_chunks", "group", "num_slices", "memory_limit", *MEASURES)
+"""Options of schedules beyond stages and microbatches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One schedule of the registry.
+
+    Args:
+      name: what users call it by.
+      generate: called as ``generate(num_stages, num_microbatches, **options)``. It reads the
+        `OPTIONS` that are its keyword-only parameters.
+      summary: one line.
+      source: the paper.
+      chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
+      reordered: whether `build` orders it anew for the costs it is given.
+    """
+
+    name: str
+    generate: Generate
+    summary: str
+    source: str
+    chunks: int | None = 1
+    reordered: bool = False
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The options that ``generate`` reads, by parameter name, with their default values.
+
+        A required option has ``inspect.Parameter.empty``.
+        """
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.generate).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name in OPTIONS
+        }
+
+    @property
+    def default_chunks(self) -> int:
+        """The v used unless another is requested; 1 if only the schedule knows it."""
+        own = self.defaults.get("num_chunks")
+        return own if isinstance(own, int) else self.chunks or 1
+
+
+def _split_and_fused(
+    name: str, generate: Generate, summary: str, source: str, **options: Any
+) -> tuple[Entry, Entry]:
+    """Makes the entry of a schedule with split backwards, and that of its fused variant."""
+    fused = f"{name}-fused", partial(generate, fused=True), f"{summary}; fused backwards"
+    return Entry(name, generate, summary, source, **options), Entry(*fused, source, **options)
+
+
+_LAMY_POIRIER, _ZERO_BUBBLE = "arXiv 2211.05953", "arXiv 2401.10241"
+_DUALPIPE, _CONTROLLABLE_MEMORY = "arXiv 2412.19437", "arXiv 2405.15362"
+_reordered, _on_v = partial(Entry, reordered=True), partial(Entry, chunks=2)
+_reordered_v = partial(_on_v, reordered=True)
+
+BUILT_IN = (
+    *_split_and_fused("gpipe", gpipe, "All forwards, then all backwards", "arXiv 1811.06965"),
+    *_split_and_fused("1f1b", one_f_one_b, "One forward, one backward in turn", "arXiv 2006.09503"),
+    *_split_and_fused(
+        "interleaved", interleaved, "1F1B over chunks, depth-first", "arXiv 2104.04473"
+    ),
+    *_split_and_fused(
+        "breadth-first", breadth_first, "All microbatches, chunk by chunk", _LAMY_POIRIER
+    ),
+    Entry(
+        "breadth-first-descending",
+        partial(breadth_first, descending=True),
+        "Breadth-first, last microbatch's backward first",
+        _LAMY_POIRIER,
+    ),
+    *_split_and_fused("modular", modular, "Breadth-first, one layer per chunk", "arXiv 2106.02679"),
+    *_split_and_fused(
+        "hanayo", hanayo, "v/2 waves down and up the stages", "arXiv 2308.15762", reordered=True
+    ),
+    _reordered("zb-h1", zb_h1, "1F1B, W deferred until memory is level", _ZERO_BUBBLE),
+    _reordered("zb-h2", zb_h2, "1F1B with twice the warm-up, W fills the cool-down", _ZERO_BUBBLE),
+    _reordered("interleaved-zb", interleaved_zb, "1F1B over chunks, W deferred", _ZERO_BUBBLE),
+    _on_v("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other", _DUALPIPE),
+    _on_v(
+        "dualpipe-v-published",
+        dualpipe_v_published,
+        "Forward and backward in pairs, as published",
+        _DUALPIPE,
+    ),
+    _reordered_v("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", _ZERO_BUBBLE),
+    _reordered_v("v-zb", v_zb, "The V block with ZB-V's strides", _CONTROLLABLE_MEMORY),
+    _reordered_v("v-half", v_half, "Half of 1F1B's activations", _CONTROLLABLE_MEMORY),
+    _reordered_v("v-min", v_min, "A third of 1F1B's activations", _CONTROLLABLE_MEMORY),
+    _reordered_v(
+        "1f1b-v",
+        one_f_one_b_v,
+        "Two thirds of 1F1B's activations; fused backwards",
+        _CONTROLLABLE_MEMORY,
+    ),
+    _on_v(
+        "controllable-memory",
+        cached(controllable_memory),
+        "Searched V block under a memory limit",
+        _CONTROLLABLE_MEMORY,
+    ),
+    Entry("auto", cached(auto), "Placement and order searched for devices", "jaxpipe", chunks=None),
+)
 
 _entries = {entry.name: entry for entry in BUILT_IN}
 
@@ -53,7 +178,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
       ValueError: the name is taken or cannot be one.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> @register("mine")
       ... def mine(num_stages, num_microbatches):
       ...     return gpipe(num_stages, num_microbatches)
@@ -240,13 +365,6 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
         if given[option] != nearest:
             near, of = (nearest,), entry.name
             problems.append(Problem(option, given[option], rule, near, schedule=of, note=note))
-    for name, factor in entry.multiples.items():
-        count = given.get(name, factor)
-        if count >= 1 and count % factor:
-            below = count - count % factor
-            near = tuple(n for n in (below, below + factor) if n)
-            rule = f"it must be a multiple of {factor}"
-            problems.append(Problem(name, count, rule, near, schedule=entry.name))
     return problems
 
 

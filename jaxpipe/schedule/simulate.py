@@ -199,7 +199,7 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
       row: row of `Timeline.rows`.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> in_flight(simulate(gpipe(1, 2, fused=True), Costs(1, 1, 1)).rows[0])
       [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
@@ -224,7 +224,7 @@ def ticks(schedule: Schedule) -> list[list[int]]:
       ScheduleError: the schedule cannot run.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> ticks(gpipe(2, 1))
       [[0, 3, 4], [1, 2, 3]]
     """
@@ -245,7 +245,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
       ValueError: there is not one cost for every virtual stage.
 
     Example:
-      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
       >>> simulate(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1)).makespan
       33.0
     """
@@ -259,13 +259,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Timeline:
 
 
 def makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
-    """The makespan of `simulate`, for searches that compare thousands.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
-      >>> makespan(one_f_one_b(4, 8, fused=True), Costs(1, 1, 1))
-      33.0
-    """
+    """The makespan of `simulate`, for searches that compare thousands."""
     return _last(_walk(schedule, of_virtual_stages(schedule.placement, costs)))
 
 

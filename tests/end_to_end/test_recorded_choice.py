@@ -6,7 +6,7 @@ import pytest
 from command import NUM_STEPS, steps
 
 from jaxpipe.schedule.formats.json_format import to_json
-from jaxpipe.schedule.generators.zero_bubble import zb_h1
+from jaxpipe.schedule.generators.depth_first import zb_h1
 
 pytestmark = pytest.mark.end_to_end
 

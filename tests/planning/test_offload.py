@@ -68,10 +68,10 @@ def model_of(kept_bytes: float) -> ModelSizes:
 def limited() -> tuple[ModelSizes, devices.Cluster]:
     """A cluster whose devices hold a little less than the leanest plan with its state on them."""
     model, cluster, goal = model_of(1e7), devices.cluster("h100", 2), Goal(None, (16,))
-    every = plans.plans(
+    every = plans.families(
         model, cluster, goal.batches, Counter(), on_host=plans.on_host(model, cluster)
     )
-    found = [search.evaluated(PlacedPlan(one, model, cluster), goal, Counter()) for one in every]
+    found = [search.evaluated(one, goal, Counter()) for family in every for one in family]
     leanest = min(
         one.device_bytes for one in found if one is not None and not any(one.plan.on_host)
     )

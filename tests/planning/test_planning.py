@@ -12,8 +12,7 @@ import pytest
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, sizes, without_devices
-from jaxpipe.planning.plans import PlacedPlan, Plan
-from jaxpipe.planning.program import Program, grown, table_of
+from jaxpipe.planning.plans import PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers

@@ -11,8 +11,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.planning import cost, counting, devices, plans, without_devices
-from jaxpipe.planning.plans import PlacedPlan, Plan
-from jaxpipe.planning.program import grown, table_of
+from jaxpipe.planning.plans import PlacedPlan, Plan, grown, table_of
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.runtime import tables
 from jaxpipe.runtime.measure.memory import tree_bytes
@@ -125,9 +124,10 @@ def test_slices_fill_the_pipeline_of_few_sequences():
 def test_only_schedules_with_stages_that_can_cut_sequences_do():
     cluster, excluded = devices.cluster("h100", 4), plans.Counter()
     found = {
-        (plan.schedule, plan.slices)
-        for plan in plans.plans(model(), cluster, [32], excluded)
-        if plan.stage > 1
+        (one.plan.schedule, one.plan.slices)
+        for family in plans.families(model(), cluster, [32], excluded)
+        for one in family
+        if one.plan.stage > 1
     }
     assert {("zb-v", 1), ("1f1b", 1), ("1f1b", SLICES), ("interleaved-fused", SLICES)} < found
     assert ("zb-v", SLICES) not in found

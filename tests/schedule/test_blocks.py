@@ -8,9 +8,7 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import peak_in_flight, validate
-from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import BlockPlan
-from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
+from jaxpipe.schedule.generators.blocks import Block, BlockPlan, closest_block, split_block
 from jaxpipe.schedule.generators.v_schedules import (
     one_f_one_b_v_block,
     v_half_block,
@@ -46,11 +44,6 @@ BLOCKS = {
 """What the papers say that a stage keeps, in chunks; on a V, of the stage that keeps the most."""
 
 
-def repeated(block: Block, num_microbatches: int):
-    orders = block_orders.repeated(block, num_microbatches)
-    return block_orders.to_schedule("mine", block.placement, orders, num_microbatches, block.peaks)
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_published_peaks_follow_from_the_blocks(name):
     make, published = BLOCKS[name]
@@ -70,7 +63,7 @@ def test_schedules_of_one_chunk_are_their_blocks_repeated(name):
     for p in (2, 3, 5):
         m = M if name == "gpipe" else 3 * p
         named = catalog.build(name, stages=p, microbatches=m)
-        assert repeated(BLOCKS[name][0](p), m).orders == named.orders
+        assert BLOCKS[name][0](p).repeated("mine", m).orders == named.orders
 
 
 PLACEMENTS = [wave(p, num_waves=n) for p in (1, 3, 8) for n in (1, 2, 3)]
@@ -81,7 +74,7 @@ PLACEMENTS += [linear(5), looped(4, num_chunks=3)]
 @pytest.mark.parametrize("fused", [False, True])
 def test_blocks_of_any_number_of_chunks_repeat_into_valid_schedules(placement, fused):
     block = closest_block(placement, fused=fused)
-    schedule = repeated(block, 4 * placement.num_stages)
+    schedule = block.repeated("mine", 4 * placement.num_stages)
     validate(schedule)
     assert peak_in_flight(schedule) == block.peaks
     if not fused:
@@ -96,7 +89,7 @@ def test_even_strides_on_two_waves():
     assert blocks
     for block in blocks:
         assert block.placement == wave(4, num_waves=2)
-        validate(repeated(block, 8))
+        validate(block.repeated("mine", 8))
 
 
 def test_a_block_starts_every_pass_of_every_stage():

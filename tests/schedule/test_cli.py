@@ -183,7 +183,7 @@ def test_show_takes_a_users_own_function(tmp_path, capsys, monkeypatch):
 
     (tmp_path / "their_schedules.py").write_text(
         "import dataclasses\n"
-        "from jaxpipe.schedule.generators.gpipe import gpipe\n"
+        "from jaxpipe.schedule.generators.breadth_first import gpipe\n"
         "def good(p, m): return gpipe(p, m)\n"
         "def bad(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=m + 1)\n"
         "def odd(p, m): return p * m\n"

@@ -120,7 +120,7 @@ def test_a_file_or_a_function_is_built_by_its_name(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(write_csv(catalog.build("zb-h1", stages=2, microbatches=4)))
     assert catalog.build(str(path), stages=2, microbatches=4) == read_csv(path)
-    name = "jaxpipe.schedule.generators.one_f_one_b:one_f_one_b"
+    name = "jaxpipe.schedule.generators.depth_first:one_f_one_b"
     built = catalog.build(name, stages=2, microbatches=4, costs=Costs(1, 2, 1))
     assert built.orders == catalog.build("1f1b", stages=2, microbatches=4).orders
 

@@ -39,15 +39,13 @@ def built(draw, names=NAMES) -> Schedule:
     entry = ENTRIES[draw(st.sampled_from(names))]
     numbers = {"stages": draw(stages), "microbatches": draw(microbatches)}
     if "num_chunks" in entry.defaults:
-        numbers["chunks"] = draw(st.integers(1, 4))
+        numbers["chunks"] = draw(st.integers(1, 4)) * (2 if "hanayo" in entry.name else 1)
     if "group" in entry.defaults and draw(st.booleans()):
         least = -(-numbers["stages"] // 2) if "interleaved" in entry.name else 1
         numbers["group"] = least + draw(st.integers(0, 8))
     needed = entry.defaults.get("memory_limit") is inspect.Parameter.empty
     if needed or ("memory_limit" in entry.defaults and draw(st.booleans())):
         numbers["memory_limit"] = numbers["stages"] + draw(st.integers(0, 3))
-    for number, factor in entry.multiples.items():
-        numbers[number.removeprefix("num_")] *= factor
     return catalog.build(entry.name, **numbers)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.check.validate import ScheduleError
 from jaxpipe.schedule.formats.json_format import from_json, to_json
-from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.depth_first import one_f_one_b
 from jaxpipe.schedule.simulate import Costs
 
 _COSTS = Costs(1, 1.2, 0.8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpipe.schedule import Costs, build, simulate
-from jaxpipe.schedule.built_in import BUILT_IN
+from jaxpipe.schedule.catalog import BUILT_IN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text(encoding="utf-8")
 TABLE = [

@@ -209,7 +209,7 @@ def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):
     config = make({"pipeline.schedule": str(path)})
     assert checks.check(config) == []
     assert configured.order(config).orders == order.orders
-    config = make({"pipeline.schedule": "jaxpipe.schedule.generators.one_f_one_b:one_f_one_b"})
+    config = make({"pipeline.schedule": "jaxpipe.schedule.generators.depth_first:one_f_one_b"})
     assert checks.check(config) == []
     assert configured.order(config).orders == configured.order(make()).orders
 

@@ -19,7 +19,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.types import Batch, Key, Shapes
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.breadth_first import breadth_first
-from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+from jaxpipe.schedule.generators.depth_first import one_f_one_b
 
 
 def predicted_bytes(

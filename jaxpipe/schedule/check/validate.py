@@ -46,10 +46,10 @@ def validate(schedule: Schedule, *, spell: Callable[[Action], str] = str) -> Non
       ScheduleError: with every failure, and the stage x tick grid around the first one.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> validate(gpipe(2, 4))
     """
-    wrong = list(itertools.islice(wrong_types(schedule), _SHOWN_PROBLEMS))
+    wrong = list(itertools.islice(_wrong_types(schedule), _SHOWN_PROBLEMS))
     if wrong:
         raise ScheduleError("\n  ".join([f"Schedule {schedule.name!r} cannot run:", *wrong]))
     checks = _Checks(schedule, spell)
@@ -286,50 +286,32 @@ def _message(
     return "\n".join(lines)
 
 
-def wrong_types(schedule: Schedule) -> Iterator[str]:
-    """Finds the values in a schedule that have the wrong type; in every row, only the first.
+def _wrong_types(schedule: Schedule) -> Iterator[str]:
+    """Finds the values in a schedule that have the wrong type; in every row, only the first."""
 
-    Example:
-      >>> from jaxpipe.schedule.placement import linear
-      >>> for text in wrong_types(Schedule("mine", linear(1), 2.0, (("0F0",),))):
-      ...     print(text)
-      num_microbatches=2.0 is float, and must be int.
-      '0F0' on stage 0 is str, and must be an Action (int, Kind, int).
-    """
-    for what, value, fits, expected in _values(schedule):
+    def is_row(value: Any, *kinds: type) -> bool:
+        return isinstance(value, (tuple, list)) and all(isinstance(item, kinds) for item in value)
+
+    placement, m, k = schedule.placement, schedule.num_microbatches, schedule.num_slices
+    stages, peak = getattr(placement, "stages", ()), schedule.peak_in_flight
+    orders, has_rows = schedule.orders, is_row(schedule.orders, tuple, list)
+    integers = "a tuple of nothing but int"
+    checks = [
+        ("placement", placement, isinstance(placement, Placement), "a Placement"),
+        ("placement.stages", stages, is_row(stages, int), integers),
+        (f"num_microbatches={m!r}", m, isinstance(m, int), "int"),
+        (f"num_slices={k!r}", k, isinstance(k, int), "int"),
+        ("peak_in_flight", peak, peak is None or is_row(peak, int, float), integers),
+        ("orders", orders, has_rows, "a tuple of one tuple for every stage"),
+    ]
+    for d, order in enumerate(orders if has_rows else ()):
+        for wrong in itertools.islice(itertools.filterfalse(_is_action, order), 1):
+            checks.append((f"{wrong!r} on stage {d}", wrong, False, "an Action (int, Kind, int)"))
+    pairs = schedule.overlapped
+    checks.append(("overlapped", pairs, is_row(pairs, Action), "a tuple of nothing but Action"))
+    for what, value, fits, expected in checks:
         if not fits:
             yield f"{what} is {type(value).__name__}, and must be {expected}."
-
-
-_Value = tuple[str, Any, bool, str]
-"""Name of a value, the value, whether its type fits, and the type that would fit."""
-
-
-def _values(schedule: Schedule) -> Iterator[_Value]:
-    placement, m, peak = schedule.placement, schedule.num_microbatches, schedule.peak_in_flight
-    integers = "a tuple of nothing but int"
-    yield "placement", placement, isinstance(placement, Placement), "a Placement"
-    if isinstance(placement, Placement):
-        yield "placement.stages", placement.stages, _is_row(placement.stages, int), integers
-    yield f"num_microbatches={m!r}", m, isinstance(m, int), "int"
-    k = schedule.num_slices
-    yield f"num_slices={k!r}", k, isinstance(k, int), "int"
-    yield "peak_in_flight", peak, peak is None or _is_row(peak, (int, float)), integers
-    yield from _in_rows("orders", schedule.orders, _is_action, "an Action (int, Kind, int)")
-    overlapped = schedule.overlapped
-    yield "overlapped", overlapped, _is_row(overlapped, Action), "a tuple of nothing but Action"
-
-
-def _in_rows(name: str, rows: Any, fits: Callable[[Any], bool], expected: str) -> Iterator[_Value]:
-    are_rows = _is_row(rows, (tuple, list))
-    yield name, rows, are_rows, "a tuple of one tuple for every stage"
-    for d, row in enumerate(rows if are_rows else ()):
-        for wrong in itertools.islice((item for item in row if not fits(item)), 1):
-            yield f"{wrong!r} on stage {d}", wrong, False, expected
-
-
-def _is_row(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, (tuple, list)) and all(isinstance(item, kinds) for item in value)
 
 
 def _is_action(value: Any) -> bool:

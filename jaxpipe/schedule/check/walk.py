@@ -35,14 +35,6 @@ class Results:
 
     Results of F are numbered by virtual stage and microbatch; that of B, split or fused, is larger
     by the number of all F. W has no reader and no number.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
-      >>> results = Results(gpipe(2, 4))
-      >>> results.number(Action(1, Kind.B, 3)), results.inputs(Action(0, Kind.B, 3))
-      (15, [3, 15])
-      >>> str(results.action(15))
-      '1B3'
     """
 
     def __init__(self, schedule: Schedule) -> None:

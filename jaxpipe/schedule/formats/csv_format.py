@@ -41,7 +41,7 @@ def write_csv(schedule: Schedule) -> str:
         not know.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> print(write_csv(gpipe(2, 1)), end="")
       0F0,,,0I0,0W0
       ,1F0,1I0,1W0,

@@ -15,7 +15,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     An order is one text for each stage.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> to_json(gpipe(2, 1))["orders"]
       ['0F0 0B0 0W0', '1F0 1B0 1W0']
     """
@@ -38,7 +38,7 @@ def from_json(data: Any) -> Schedule:
       ScheduleError: a field is missing or of another form, or the schedule cannot run.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from_json(to_json(gpipe(2, 4))) == gpipe(2, 4)
       True
     """

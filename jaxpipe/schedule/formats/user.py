@@ -50,10 +50,8 @@ def load(
         from the current folder or wherever Python finds it, and called as
         ``function(num_stages, num_microbatches, **options)``, options as in
         `jaxpipe.schedule.catalog`.
-      num_stages: p; None for those of a file.
-      num_microbatches: m; None for those of a file.
-      clock: the costs of the later timing: passed to a function that has
-        parameters of these names.
+      num_stages, num_microbatches: None for those of a file.
+      clock: the costs of the later timing: passed to a function that has parameters of these names.
       options: num_chunks, group, num_slices, memory_limit, for the function; a file takes none.
 
     Raises:

@@ -2,8 +2,8 @@
 
 Repeated for every microbatch a block is the steady state of a schedule. How long it keeps each
 activation and how much a stage keeps at once can be read off the block alone, on any placement and
-with any number of chunks.
-`jaxpipe.schedule.generators.block_orders` makes whole schedules of blocks.
+with any number of chunks. A `BlockPlan` makes it a whole schedule: warm-up and cool-down reordered,
+gaps squeezed out and filled, the peak in flight capped.
 
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.generators import events
+from jaxpipe.schedule.generators.eager import EagerStage
 from jaxpipe.schedule.placement import Placement, wave
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 WORK = 3
 """Units of work that one microbatch takes on one chunk: F, B and W."""
@@ -78,11 +83,20 @@ class Block:
             for time in range(steady, steady + self.period)
         )
 
-    def sequence(self, stage: int, num_microbatches: int) -> list[int]:
-        """The passes of a stage when the block is repeated for every microbatch, in order.
+    def repeated(self, name: str, num_microbatches: int) -> Schedule:
+        """Makes the schedule that repeats the block for every microbatch.
 
-        A pass is called by its number in ``starts``; every W has the same number.
+        Example:
+          >>> from jaxpipe.schedule.placement import linear
+          >>> block = Block(linear(2), ((0, 4, 5), (1, 2, 3)), fused=True)
+          >>> [" ".join(map(str, order)) for order in block.repeated("mine", 2).orders]
+          ['0F0 0F1 0BW0 0BW1', '1F0 1BW0 1F1 1BW1']
         """
+        orders = [self.sequence(d, num_microbatches) for d in range(len(self.starts))]
+        return _schedule(name, self, orders, num_microbatches, self.peaks)
+
+    def sequence(self, stage: int, num_microbatches: int) -> list[int]:
+        """Numbers a stage's passes (`events.stage_passes`) in the order of repeated blocks."""
         last = 2 * self.num_chunks
         passes = self.starts[stage][: last if self.fused else None]
         timed = (
@@ -91,6 +105,60 @@ class Block:
             for i in range(num_microbatches)
         )
         return [number for _, number in sorted(timed)]
+
+
+class BlockPlan(NamedTuple):
+    """A way to run every stage's repeated block as early as inputs and memory allow.
+
+    In the steady state no stage waits and the block stays as it is; warm-up and cool-down are
+    reordered, squeezed and filled in one pass (`EagerStage`).
+
+    Args:
+      block: block of split backwards, on any placement.
+      caps: per stage, the most chunk activations in flight; at least the block's own peak.
+      costs: costs of one chunk; they decide what is ready when.
+      reserve: before its first backward a stage keeps room for later chunks: it starts F of its
+        first only as long as min(d+1, half the cap) places remain.
+    """
+
+    block: Block
+    caps: Sequence[int]
+    costs: Costs = UNIT
+    reserve: bool = False
+
+    def schedule(self, name: str, num_microbatches: int) -> Schedule | None:
+        """Makes the schedule; None if a stage stops for good."""
+        block, stages = self.block, []
+        for d, cap in enumerate(self.caps):
+            opening = cap - min(d + 1 if self.reserve else 0, cap // 2)
+            passes = events.stage_passes(block.placement.virtual_stages[d], fused=False)
+            sequence = block.sequence(d, num_microbatches)
+            stages.append(EagerStage(passes, sequence, self.costs, cap, opening=opening))
+        events.run_stages(stages, block.placement, num_microbatches, message=self.costs.message)
+        if any(stage.upcoming for stage in stages):
+            return None
+        return _schedule(name, block, [s.order for s in stages], num_microbatches, self.caps)
+
+
+def _schedule(
+    name: str,
+    block: Block,
+    orders: Iterable[Sequence[int]],
+    num_microbatches: int,
+    caps: Iterable[int],
+) -> Schedule:
+    """Names the passes of a block in these orders, and promises the caps as peaks in flight."""
+    passes = (
+        events.stage_passes(own_stages, fused=block.fused)
+        for own_stages in block.placement.virtual_stages
+    )
+    return Schedule(
+        name=name,
+        placement=block.placement,
+        num_microbatches=num_microbatches,
+        orders=tuple(map(tuple, map(events.actions, passes, orders))),
+        peak_in_flight=tuple(min(cap, block.num_chunks * num_microbatches) for cap in caps),
+    )
 
 
 def split_block(strides: Sequence[int], gaps: Sequence[int]) -> Block | None:

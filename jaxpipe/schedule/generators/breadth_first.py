@@ -23,14 +23,10 @@ def breadth_first(
     Weights sharded over the data axis are gathered, and gradients reduced, once per chunk and pass,
     whatever the number of microbatches. The split form puts W directly after its B.
 
-    ============  =====================================================================
-    bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p;
-                  once for every group
-    in flight     g v chunks on every stage, g the group
-    k slices      bubble / k; as much in flight
-    constraints   p >= 1, m >= 1, v >= 1; meant for m near p
-    source        Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv 2211.05953
-    ============  =====================================================================
+    Every group has a bubble of its own and keeps all of its chunks in flight, which is meant for m
+    near p.
+
+    Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv 2211.05953.
 
     Args:
       group: microbatches that go through the whole schedule before the next ones start, at least 1;
@@ -64,6 +60,27 @@ def breadth_first(
     )
 
 
+def gpipe(
+    num_stages: int, num_microbatches: int, *, num_slices: int = 1, fused: bool = False
+) -> Schedule:
+    """Orders every forward before every backward.
+
+    The split form puts W directly after its B: running all B first would not end sooner and would
+    keep the values that B passes to W for every microbatch. With slices it is TeraPipe.
+
+    Source: Huang et al., "GPipe", arXiv 1811.06965; slices: Li et al., "TeraPipe", arXiv
+    2102.07988.
+
+    Example:
+      >>> [str(action) for action in gpipe(1, 2).orders[0]]
+      ['0F0', '0F1', '0B0', '0W0', '0B1', '0W1']
+    """
+    ordered = breadth_first(
+        num_stages, num_microbatches, num_chunks=1, num_slices=num_slices, fused=fused
+    )
+    return dataclasses.replace(ordered, name="gpipe-fused" if fused else "gpipe")
+
+
 def modular(
     num_stages: int,
     num_microbatches: int,
@@ -78,14 +95,8 @@ def modular(
     reduced as soon as all microbatches have passed it. `Pipeline.train_step` with
     ``update="chunk"`` then updates it too.
 
-    ============  =====================================================================
-    bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v, added to the m(F+B+W) of work, m >= p
-    in flight     m v chunks on every stage
-    k slices      bubble / k; as much in flight
-    constraints   p >= 1, m >= 1, v = the layers of a stage; every layer is sent on
-    source        Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
-                  arXiv 2106.02679
-    ============  =====================================================================
+    Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism", arXiv
+    2106.02679.
 
     Example:
       >>> modular(4, 8, num_chunks=4).peak_in_flight

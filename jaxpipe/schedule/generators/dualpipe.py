@@ -16,13 +16,6 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     It is :func:`dualpipe_v_published` with all backwards split and nothing overlapped, so that no
     gradient waits for a W, nor for a forward beside it.
 
-    ============  =====================================================================
-    bubble        (p-1)/2 in full-stage units at F=B=W, m >= 2p
-    in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement
-    source        as dualpipe-v-published
-    ============  =====================================================================
-
     Example:
       >>> dualpipe_v(4, 8).peak_in_flight
       (9, 9, 9, 9)
@@ -39,15 +32,10 @@ def dualpipe_v_published(num_stages: int, num_microbatches: int) -> Schedule:
     once. Only warm-up and cool-down split backwards: there the stages upstream want their gradients
     first, and some W wait until the end.
 
-    ============  =====================================================================
-    bubble        p-1 in full-stage units at F=B=W, m >= 2p, if a pair takes as long as both of its
-                  passes; less with ``Costs.overlap``
-    in flight     at most 2p+1 chunks: p + 1/2 microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement; for m < 2p the schedule is that of 2p
-                  microbatches without the surplus ones
-    source        DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437; DualPipe-V is the "cut in half" form
-                  published with its code, and PyTorch's ScheduleDualPipeV
-    ============  =====================================================================
+    For m < 2p the schedule is that of 2p microbatches without the surplus ones.
+
+    Source: DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437; DualPipe-V is the "cut in half" form
+    published with its code, and PyTorch's ScheduleDualPipeV.
 
     Example:
       >>> schedule = dualpipe_v_published(4, 8)

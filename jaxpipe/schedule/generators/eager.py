@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
@@ -29,7 +30,10 @@ def in_time(schedule: Schedule, costs: Costs) -> Schedule:
     """
     eager = (_eager(schedule, costs, patience) for patience in _PATIENCE)
     candidates = [schedule, *(earliest(order, costs) for order in (schedule, *eager))]
-    return _w_in_waits(min(candidates, key=lambda order: makespan(order, costs)), costs)
+    best = min(candidates, key=lambda order: makespan(order, costs))
+    while (sooner := _w_in_wait(best, costs)) is not None:
+        best = sooner
+    return best
 
 
 def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
@@ -47,21 +51,14 @@ def soonest(orders: Sequence[Schedule], costs: Costs) -> Schedule:
     return min((in_time(order, costs) for order in orders), key=ends)
 
 
-def _w_in_waits(schedule: Schedule, costs: Costs) -> Schedule:
-    """Moves W into waits of the stage that ends last, even into waits shorter than a W.
+def _w_in_wait(schedule: Schedule, costs: Costs) -> Schedule | None:
+    """Moves a W into a wait, perhaps shorter than the W, of the stage that ends last.
 
-    The delay of other stages costs nothing as long as these end no later. Every move must make the
-    schedule end sooner.
+    The delay of other stages costs nothing as long as these end no later. Returns the first move
+    with which the schedule ends sooner; None if there is none.
     """
-    ends = makespan(schedule, costs)
-    while (sooner := _one_w_in_a_wait(schedule, costs, ends)) is not None:
-        schedule, ends = sooner, makespan(sooner, costs)
-    return schedule
-
-
-def _one_w_in_a_wait(schedule: Schedule, costs: Costs, ends: float) -> Schedule | None:
-    """Finds the first move of a W with which the schedule ends before this; None if none does."""
     rows, orders = simulate(schedule, costs).rows, list(schedule.orders)
+    ends = makespan(schedule, costs)
     d = max(range(len(rows)), key=lambda stage: rows[stage][-1].end)
     row, order = rows[d], orders[d]
     for k, (before, after) in enumerate(itertools.pairwise(row), start=1):
@@ -78,19 +75,18 @@ def _one_w_in_a_wait(schedule: Schedule, costs: Costs, ends: float) -> Schedule 
 
 
 def _eager(schedule: Schedule, costs: Costs, patience: float) -> Schedule:
+    """Runs every stage's order on the event machine, where what is ready may overtake."""
     caps = schedule.peak_in_flight or peak_in_flight(schedule)
     fused = any(action.kind is Kind.BW for action in schedule.orders[0])
     stages = []
     for virtual_stages, order, cap in zip(
         schedule.placement.virtual_stages, schedule.orders, caps, strict=True
     ):
-        kinds = (Kind.F, Kind.BW) if fused else (Kind.F, Kind.B)
-        passes = [(kind, s) for kind in kinds for s in virtual_stages]
-        numbers = {place: number for number, place in enumerate(passes)}
-        numbers |= {(Kind.W, s): len(passes) for s in virtual_stages}
-        passes += [] if fused else [(Kind.W, virtual_stages[0])]
+        passes = events.stage_passes(virtual_stages, fused=fused)
+        numbers = {(Kind.W, s): len(passes) - 1 for s in virtual_stages}
+        numbers |= {place: number for number, place in enumerate(passes)}
         sequence = [numbers[action.kind, action.virtual_stage] for action in order]
-        stages.append(EagerStage(passes, sequence, costs, cap, patience))
+        stages.append(EagerStage(passes, sequence, costs, cap, patience=patience))
     m, k = schedule.num_microbatches, schedule.num_slices
     events.run_stages(stages, schedule.placement, m, message=costs.message, num_slices=k)
     assert not any(stage.upcoming for stage in stages), "only what is ready overtakes"
@@ -112,6 +108,7 @@ class EagerStage(events.Stage):
       cap: the most chunks in flight.
       patience: a pass does not overtake if the next one in order, W aside, arrives within this
         share of its duration.
+      opening: starts of the first forward before the first backward, which leave room for others.
     """
 
     def __init__(
@@ -120,14 +117,16 @@ class EagerStage(events.Stage):
         sequence: Sequence[int],
         costs: Costs,
         cap: int,
+        *,
         patience: float = 0.0,
+        opening: float = math.inf,
     ) -> None:
         super().__init__(passes, [costs.of(kind) for kind, _ in passes])
         # Reversed: passes are taken from near the front, and a list is fast only at its end.
         self.upcoming = list(reversed(sequence))
         self.kinds = [kind for kind, _ in passes]
         self.held = [HELD[kind] for kind in self.kinds]
-        self.cap, self.patience, self.in_flight = cap, patience, 0
+        self.cap, self.patience, self.opening, self.in_flight = cap, patience, opening, 0
 
     def choose(self, now: float) -> int | None:
         """Takes the pass to run now out of the sequence; None to wait."""
@@ -135,7 +134,7 @@ class EagerStage(events.Stage):
             return None
         number = self.upcoming[-1]
         kind = self.kinds[number]
-        waits = kind is Kind.F and not self.has_room(number, self.in_flight)
+        waits = kind is Kind.F and not self._has_room(number, self.in_flight)
         goes_first = kind is not Kind.W and not waits
         if goes_first and self.is_ready(number, now):
             return self.upcoming.pop()
@@ -163,7 +162,7 @@ class EagerStage(events.Stage):
             if number in ready:
                 if self.kinds[number] is Kind.W:
                     deferred_w = position
-                elif not forward or self.has_room(number, peak):
+                elif not forward or self._has_room(number, peak):
                     return position
                 # Passes of one kind never overtake each other.
                 ready.remove(number)
@@ -175,9 +174,10 @@ class EagerStage(events.Stage):
             peak = max(peak, in_flight)
         return None
 
-    def has_room(self, number: int, peak: int) -> bool:
+    def _has_room(self, number: int, peak: int) -> bool:
         """Whether a forward can start now, as the next pass after a point of this peak."""
-        return peak < self.cap
+        is_opening = number == 0 and not self.done[len(self.passes) // 2]
+        return peak < self.cap and not (is_opening and self.done[0] >= self.opening)
 
     def start(self, number: int, now: float) -> None:
         super().start(number, now)

@@ -19,6 +19,13 @@ StagePass = tuple[Kind, int]
 gradients are computed first-in first-out."""
 
 
+def stage_passes(virtual_stages: Sequence[int], *, fused: bool) -> list[StagePass]:
+    """Lists F of a stage's chunks, backwards from the last to the first and, if split, W."""
+    backward = Kind.BW if fused else Kind.B
+    passes = [(Kind.F, s) for s in virtual_stages] + [(backward, s) for s in virtual_stages[::-1]]
+    return passes if fused else [*passes, (Kind.W, virtual_stages[0])]
+
+
 class Stage(abc.ABC):
     """One stage: the inputs it has received and the passes it has started.
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators import events
-from jaxpipe.schedule.generators.block_orders import repeated, to_schedule
 from jaxpipe.schedule.generators.blocks import closest_block
 from jaxpipe.schedule.generators.eager import soonest
 from jaxpipe.schedule.placement import Placement, wave
@@ -37,17 +36,13 @@ def hanayo(
     and for messages that take time, the order is adapted (`in_time`), or replaced by that of a
     building block which leaves time for messages (`closest_block`).
 
-    ============  =====================================================================
-    bubble        in full-stage units at F=B=W, without a lower ``memory_limit``: at m = p split
-                  (p-1)/(2W), fused 2(p-1) at W = 1 and less with more waves. At m > p and W = 1
-                  fused the same, split at most 2 more (p <= 12); with more waves up to 4.5 times
-                  as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4). Ratio of the fused
-                  form at p=m=8: .368, .238, .135 for W = 1, 2, 4, where the paper's formula
-                  (2p-2)/(3pW+p-1) gives .452, .255, .136
-    in flight     at most 2W min(m, p) chunks on every stage, or ``memory_limit``
-    constraints   p >= 1, m >= 1, v = 2W on the wave placement
-    source        Liu et al., "Hanayo", arXiv 2308.15762
-    ============  =====================================================================
+    The bubble, in full-stage units at F=B=W, is (p-1)/(2W) split and 2(p-1) fused at m = p, less
+    with more waves. At m > p and W = 1 it is the same fused, and split at most 2 more (p <= 12);
+    with more waves up to 4.5 times as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4). At
+    p = m = 8 its ratio is .368, .238, .135 fused for W = 1, 2, 4, where the paper's formula
+    (2p-2)/(3pW+p-1) gives .452, .255, .136.
+
+    Source: Liu et al., "Hanayo", arXiv 2308.15762.
 
     Args:
       num_chunks: v = 2W, even.
@@ -63,7 +58,9 @@ def hanayo(
       (16, 16, 16, 16)
     """
     if num_chunks % 2:
-        refuse([Problem("num_chunks", num_chunks, "must be even", (num_chunks + 1,))])
+        nearest = [v for v in (num_chunks - 1, num_chunks + 1) if v]
+        rule = "it must be a multiple of 2"
+        refuse([Problem("num_chunks", num_chunks, rule, nearest, schedule="hanayo")])
     if memory_limit is not None and memory_limit < 1:
         rule = "a stage must hold a whole microbatch, all chunks of it"
         refuse([Problem("memory_limit", memory_limit, rule, (1,), schedule="hanayo")])
@@ -95,7 +92,7 @@ def _of_blocks(schedule: Schedule, costs: Costs, fused: bool) -> list[Schedule]:
     ordered = []
     for travel in itertools.product(range(most + 1), range(most + 1)):
         block = closest_block(placement, fused=fused, travel=travel)
-        whole = to_schedule(schedule.name, placement, repeated(block, m), m, block.peaks)
+        whole = block.repeated(schedule.name, m)
         if max(peak_in_flight(whole)) <= max(peak_in_flight(schedule)):
             ordered.append(dataclasses.replace(whole, peak_in_flight=schedule.peak_in_flight))
     ordered.sort(key=lambda order: makespan(order, costs))

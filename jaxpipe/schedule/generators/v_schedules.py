@@ -14,9 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators import block_orders
-from jaxpipe.schedule.generators.block_orders import BlockPlan
-from jaxpipe.schedule.generators.blocks import Block, closest_block, split_block
+from jaxpipe.schedule.generators.blocks import Block, BlockPlan, closest_block, split_block
 from jaxpipe.schedule.generators.eager import earliest, soonest
 from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.simulate import UNIT, Costs, makespan
@@ -28,14 +26,8 @@ _GAPS = range(1, 7)
 def v_min(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Keeps about a third of 1F1B's activations: every hop takes one unit.
 
-    ============  =====================================================================
-    bubble        (4p-5)/2, or (4p-7)/2 if 3 divides p, in full-stage units at F=B=W, m >= p >= 3;
-                  with unequal costs it can grow with every microbatch. p = 2: V-Half, which keeps
-                  no more there
-    in flight     floor((p+4)/3) microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement
-    source        arXiv 2405.15362, V-Min
-    ============  =====================================================================
+    With unequal costs the bubble can grow with every microbatch. With two stages it is V-Half,
+    which keeps no more there.
 
     Example:
       >>> v_min(4, 8).peak_in_flight
@@ -47,14 +39,8 @@ def v_min(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Sch
 def v_half(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Keeps half of 1F1B's activations: F0 and B1 take two units per hop, F1 and B0 one.
 
-    ============  =====================================================================
-    bubble        (3p-7)/2 for even p, (3p-4)/2 for odd p, in full-stage units at F=B=W,
-                  m >= p >= 3; 1/2 at p = 2. From m = 2p on it does not grow with m if
-                  W+2B >= 2F and W+2F >= 2B; for odd p only then, for even p also at other costs
-    in flight     floor((p+2)/2) microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement
-    source        arXiv 2405.15362, V-Half
-    ============  =====================================================================
+    From m = 2p on the bubble does not grow with m if W+2B >= 2F and W+2F >= 2B; for odd p only
+    then, for even p also at other costs.
 
     Example:
       >>> v_half(4, 8).peak_in_flight
@@ -66,13 +52,7 @@ def v_half(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Sc
 def v_zb(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Leaves no gap in a stage's span, at 1F1B's memory: six units down one stage and up again.
 
-    ============  =====================================================================
-    bubble        in full-stage units at F=B=W: (p-1)/2 with a barrier between optimizer steps,
-                  m >= p; 0 in the span of each stage, m >= 2p
-    in flight     p microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement
-    source        arXiv 2405.15362, V-ZB
-    ============  =====================================================================
+    That is at F=B=W and m >= 2p; a barrier between optimizer steps costs (p-1)/2 of a full stage.
 
     Example:
       >>> v_zb(4, 8).peak_in_flight
@@ -84,12 +64,7 @@ def v_zb(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Sche
 def zb_v(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
     """Builds ZB-V, the zero-bubble paper's name for the schedule of :func:`v_zb`.
 
-    ============  =====================================================================
-    bubble        as v-zb
-    in flight     p microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement
-    source        Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241
-    ============  =====================================================================
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
     Example:
       >>> zb_v(4, 8).orders == v_zb(4, 8).orders
@@ -101,23 +76,14 @@ def zb_v(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Sche
 def one_f_one_b_v(num_stages: int, num_microbatches: int) -> Schedule:
     """Builds 1F1B-V: fused backwards, two thirds of 1F1B's activations.
 
-    ============  =====================================================================
-    bubble        in full-stage units at F=B=W: at most 5(p-1)/2, where fused 1F1B has 3(p-1)
-    in flight     floor(2p/3) + 1 microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement
-    source        arXiv 2405.15362, 1F1B-V
-    ============  =====================================================================
-
     Example:
       >>> one_f_one_b_v(4, 8).peak_in_flight
       (6, 6, 6, 6)
     """
-    block = one_f_one_b_v_block(num_stages)
-    orders = block_orders.repeated(block, num_microbatches)
+    whole = one_f_one_b_v_block(num_stages).repeated("1f1b-v", num_microbatches)
     # Every stage may keep as much as the one that keeps the most, which fills more of its gaps.
-    caps = (max(block.peaks),) * num_stages
-    whole = block_orders.to_schedule("1f1b-v", block.placement, orders, num_microbatches, caps)
-    return earliest(whole, UNIT)
+    caps = (max(whole.peak_in_flight or ()),) * num_stages
+    return earliest(dataclasses.replace(whole, peak_in_flight=caps), UNIT)
 
 
 def one_f_one_b_v_block(num_stages: int) -> Block:

@@ -36,7 +36,6 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, TickTable
 from jaxpipe.schedule.lowering.transfers import (
     ChunkSlots,
-    Columns,
     MoveOptions,
     columns_of,
     held_chunks,
@@ -88,27 +87,15 @@ def lower(
         the other: there no message is late.
 
     Example:
-      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
     """
-    return lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
+    return Lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,
         moving=MoveOptions(own_slots, pieces, shares),
     )
-
-
-def lowering(
-    schedule: Schedule,
-    layer_counts: Sequence[int],
-    *,
-    together: bool = False,
-    overlaps: bool = True,
-) -> Lowering:
-    """Does the part of `lower` that does not depend on how chunks move over data."""
-    columns, counts = columns_of(schedule), tuple(layer_counts)
-    return Lowering(schedule, columns, counts, together=together, overlaps=overlaps)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -123,28 +110,22 @@ def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
 
 
 class Lowering:
-    """A schedule in its ticks, with the slots of what its actions keep.
+    """A schedule in its ticks, with the slots of what its actions keep: the part of `lower` that
+    does not depend on how chunks move over data.
 
-    Its tick tables have this in common; they differ in how chunks move over data.
-
-    Arrays of all actions of a kind are ``[virtual stages, microbatches]``.
-
-    Attributes:
-      kinds: kinds of its actions.
-      ticks: ticks of all actions, by kind.
-      channels, exchanges, exchange, num_slots: as in `TickTable`.
+    Arrays of all actions of a kind, such as ``ticks``, are ``[virtual stages, microbatches]``.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        columns: Columns,
-        layer_counts: tuple[int, ...],
+        layer_counts: Sequence[int],
         *,
-        together: bool,
-        overlaps: bool,
+        together: bool = False,
+        overlaps: bool = True,
     ) -> None:
-        self.schedule, self.columns, self.layer_counts = schedule, columns, layer_counts
+        self.schedule, self.layer_counts = schedule, tuple(layer_counts)
+        self.columns = columns_of(schedule)
         self.together, self.overlaps = together, overlaps
         self.stage_of = np.asarray(schedule.placement.stages)
         self.chunk_of = np.asarray(schedule.placement.chunks)

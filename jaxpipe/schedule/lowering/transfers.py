@@ -79,12 +79,7 @@ def columns_of(schedule: Schedule) -> Columns:
 
 
 class MoveOptions(NamedTuple):
-    """Options for how chunks move over data.
-
-    Args:
-      own_slots: a chunk always lies in slot ``chunk % k`` of k.
-      pieces, shares: as for `under_layers`.
-    """
+    """Options for how chunks move over data, as for `lower`."""
 
     own_slots: bool
     pieces: int
@@ -92,12 +87,7 @@ class MoveOptions(NamedTuple):
 
 
 class ChunkSlots(NamedTuple):
-    """Transfers, and the slots in which actions find their chunks.
-
-    Args:
-      transfers: at most one per stage and tick.
-      slots: int64 ``[actions]``: the slot of each action's chunk.
-    """
+    """Transfers, and the slots in which actions find their chunks, int64 ``[actions]``."""
 
     transfers: Transfers
     slots: np.ndarray
@@ -116,8 +106,6 @@ def held_chunks(
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
     Args:
-      columns: the schedule's actions.
-      moving: how chunks move.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: kinds of action that need the chunk in a slot.
       load: whether chunks move before their first use, or after their last.
@@ -160,8 +148,9 @@ def _with_slots(
         selected = wanted[first:end] & (chunks[first:end] % caches == cache)
         used = first + np.flatnonzero(selected)
         uses, items = columns.tick[used], chunks[used]
-        if _most_together(uses, items) > size:
-            return None
+        of_tick, _ = np.unique(np.stack([uses, items]), axis=1)
+        if np.unique(of_tick, return_counts=True)[1].max(initial=0) > size:
+            return None  # a tick uses more chunks
         stays, of_use = cached_slots(uses.tolist(), items.tolist(), num_slots=size)
         ticks = [stay.loaded if load else stay.unloaded for stay in stays]
         if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
@@ -177,12 +166,6 @@ def _with_slots(
         chunk, slot, np.zeros_like(slot), num_slots, group=0, shares=1, parts=1, edge=nothing
     )
     return ChunkSlots(whole, slots_of), all_stays
-
-
-def _most_together(ticks: np.ndarray, items: np.ndarray) -> int:
-    """Counts the most different items used in one tick."""
-    pairs = np.unique(np.stack([ticks, items]), axis=1)
-    return int(np.unique(pairs[0], return_counts=True)[1].max(initial=0))
 
 
 class _Job(NamedTuple):
@@ -213,7 +196,6 @@ def under_layers(
 
     Args:
       stays: stays of each stage.
-      num_slots: number of slots of each stage.
       pieces: pieces of a chunk; 0 if chunks move only at the edges of the step, not under layers.
       most_shares: the most shares in which a piece may move, a power of two.
       load: whether chunks are gathered, or reduced.
@@ -245,16 +227,9 @@ def under_layers(
     return Transfers(chunk, slot, piece, num_slots, group, shares, parts, _at_edge(edge))
 
 
-def most_shares(layer_bytes: float, smallest: float = SMALLEST_SHARE) -> int:
-    """The most shares, a power of two, in which a layer may move: of ``smallest`` bytes or more."""
-    shares = 1
-    while layer_bytes >= 2 * shares * smallest:
-        shares *= 2
-    return shares
-
-
 def dividing_shares(arrays: Sequence[tuple[float, int]], smallest: float = SMALLEST_SHARE) -> int:
-    """`most_shares` of a layer, or fewer if too much of it does not divide into them.
+    """The most shares, a power of two, of ``smallest`` bytes or more in which a layer may move;
+    fewer if too much of it does not divide into them.
 
     Args:
       arrays: bytes of each, and the length of a data shard's part of it; 0 if it is not split.
@@ -263,16 +238,12 @@ def dividing_shares(arrays: Sequence[tuple[float, int]], smallest: float = SMALL
       >>> dividing_shares([(8.0, 6), (8.0, 4)], smallest=1.0), dividing_shares([(16.0, 1)], 1.0)
       (2, 1)
     """
-    total = sum(size for size, _ in arrays)
-    number = most_shares(total, smallest)
-
-    def in_vain() -> float:
-        whole = sum(size for size, length in arrays if not length or length % number)
-        return (number - 1) * whole
-
-    while in_vain() > _WASTE * total:
-        number //= 2
-    return number
+    total, shares = sum(size for size, _ in arrays), 1
+    while total >= 2 * shares * smallest:
+        shares *= 2
+    while (shares - 1) * sum(s for s, n in arrays if not n or n % shares) > _WASTE * total:
+        shares //= 2
+    return shares
 
 
 def _sizes(pieces: int, most_shares: int) -> Iterator[tuple[int, int]]:
@@ -360,7 +331,11 @@ def cached_slots(
       >>> [(stay.item, stay.loaded, stay.unloaded) for stay in stays], of_use
       ([(0, 0, 0), (1, 1, 1), (0, 2, 2)], [0, 1, 2])
     """
-    next_use = _next_uses(items)
+    upcoming: dict[int, int] = {}
+    next_use = [math.inf] * len(items)
+    for index, item in reversed([*enumerate(items)]):
+        next_use[index] = upcoming.get(item, math.inf)
+        upcoming[item] = index
     current: dict[int, int] = {}  # item -> index of its stay
     farthest: dict[int, float] = {}
     stays: list[Stay] = []
@@ -379,13 +354,3 @@ def cached_slots(
         farthest[item] = next_use[index]
         of_use.append(current[item])
     return stays, of_use
-
-
-def _next_uses(items: Sequence[int]) -> list[float]:
-    """Finds, for every use, the index of the same item's next use."""
-    upcoming: dict[int, int] = {}
-    result = [math.inf] * len(items)
-    for index in range(len(items) - 1, -1, -1):
-        result[index] = upcoming.get(items[index], math.inf)
-        upcoming[items[index]] = index
-    return result

@@ -16,15 +16,18 @@ from typing import NamedTuple
 from jaxpipe.schedule.actions import Schedule, split_backwards
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.generators.breadth_first import breadth_first
+from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe
+from jaxpipe.schedule.generators.depth_first import (
+    interleaved,
+    interleaved_zb,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from jaxpipe.schedule.generators.dualpipe import dualpipe_v
 from jaxpipe.schedule.generators.eager import in_time
-from jaxpipe.schedule.generators.gpipe import gpipe
 from jaxpipe.schedule.generators.hanayo import hanayo
-from jaxpipe.schedule.generators.interleaved import interleaved
-from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
-from jaxpipe.schedule.generators.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
@@ -64,12 +67,7 @@ def auto(
     costs, and the orders of a search, on every placement that the model allows, of up to 256
     virtual stages or 4 chunks.
 
-    ============  =====================================================================
-    bubble        searched; `jaxpipe.schedule.search.bounds.lower_bound` says what is left
-    in flight     at most memory_limit microbatches of a full stage
-    constraints   p >= 1, m >= 1; memory_limit at least 1
-    source        jaxpipe
-    ============  =====================================================================
+    `jaxpipe.schedule.search.bounds.lower_bound` says how much is left.
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
@@ -105,14 +103,8 @@ def auto(
 def gain_of_memory(
     schedule: Schedule, *, layer_costs: Sequence[Costs], memory_limit: float | None = None
 ) -> tuple[Schedule, float]:
-    """Finds what half a microbatch more would be worth, as far as named schedules tell.
-
-    Args:
-      schedule: schedule of `auto`, with the same other arguments.
-
-    Returns:
-      The named schedule that ends first with that memory, and the share of the time that it saves.
-    """
+    """Finds what half a microbatch more would be worth to a schedule of `auto`, as far as named
+    schedules tell: the one that then ends first, and the share of the time that it saves."""
     p, m = schedule.num_stages, schedule.num_microbatches
     limit = (p if memory_limit is None else memory_limit) + 0.5
     models = _models(p, m, schedule.num_slices, layer_costs, limit)
@@ -250,7 +242,15 @@ def _offer_searched(
         actions += model.num_actions
         if model.bound < first.makespan and (model == first.model or actions <= _SEARCHED_ACTIONS):
             seeds = published.get(model) or [*published_schedules(model)]
-            first.offer(model, _searched(model, seeds))
+            orders = search_orders(
+                model.placement,
+                model.num_microbatches,
+                costs=model.costs,
+                cap=model.cap,
+                seeds=map(split_backwards, seeds),
+                bound=model.bound,
+            )
+            first.offer(model, orders)
 
 
 def published_schedules(model: PlacedModel) -> Iterator[Schedule]:
@@ -305,15 +305,3 @@ def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]
     if reordered:
         schedules = [in_time(s, model.chunk) for s in schedules if s.name in _REORDERED]
     yield from schedules
-
-
-def _searched(model: PlacedModel, seeds: Sequence[Schedule]) -> list[Schedule]:
-    """Searches for orders, starting from some schedules and from rules."""
-    return search_orders(
-        model.placement,
-        model.num_microbatches,
-        costs=model.costs,
-        cap=model.cap,
-        seeds=map(split_backwards, seeds),
-        bound=model.bound,
-    )

@@ -62,7 +62,7 @@ def gap(timeline: Timeline) -> str:
     """Says how far a schedule is at most from the best on its placement, at its peak in flight.
 
     Example:
-      >>> from jaxpipe.schedule.generators.one_f_one_b import one_f_one_b
+      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
       >>> from jaxpipe.schedule.simulate import simulate
       >>> gap(simulate(one_f_one_b(2, 4), Costs(1, 1, 1)))
       '1f1b: 14, at most 7.7% above the optimum on this placement at this peak'

@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.generators.block_orders import BlockPlan
-from jaxpipe.schedule.generators.blocks import WORK, Block, split_block
+from jaxpipe.schedule.generators.blocks import WORK, Block, BlockPlan, split_block
 from jaxpipe.schedule.generators.v_schedules import v_half_block, v_min_block, v_zb_block
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
@@ -42,14 +41,8 @@ def controllable_memory(
     with those that fill the memory best, and orders each with the real and with equal costs. It
     never ends later than V-Min, V-Half or V-ZB where they fit.
 
-    ============  =====================================================================
-    bubble        in full-stage units at F=B=W, k = 2 memory_limit, at most 2p:
-                  max(6p-1-3k, 3p-1-k)/2, m >= p; of the span of a stage, m >= 2p: (6p-1-3k)/2 up to
-                  k = 2p-2, 3/2 at k = 2p-1 (p >= 3), 0 at k = 2p
-    in flight     memory_limit microbatches of a full stage
-    constraints   p >= 1, m >= 1, v = 2 on the V placement; memory_limit at least V-Min's, about p/3
-    source        arXiv 2405.15362, adaptive scheduler
-    ============  =====================================================================
+    For a limit of k/2 the bubble of a stage's span is, in full-stage units at F=B=W and m >= 2p,
+    (6p-1-3k)/2 up to k = 2p-2, 3/2 at k = 2p-1 (p >= 3), and 0 at k = 2p.
 
     Args:
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.

@@ -45,7 +45,7 @@ def search_orders(
     seeds: Iterable[Schedule] = (),
     bound: float = 0.0,
 ) -> list[Schedule]:
-    """Finds orders that end early on the free-running clock.
+    """Finds orders that end early on the free-running clock; the one that ends first is in front.
 
     Tries rules (`dispatch`), which see the costs and the limit, takes the seeds as they are, and
     improves the best of both step by step (`improve`). Deterministic.
@@ -55,9 +55,6 @@ def search_orders(
       cap: the most chunks in flight on a stage, at least those of one microbatch.
       seeds: split schedules on this placement, within the cap.
       bound: no schedule ends before this.
-
-    Returns:
-      Schedules, the one that ends first in front.
     """
     schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
@@ -132,12 +129,8 @@ class Rule(NamedTuple):
 def dispatch(
     placement: Placement, num_microbatches: int, costs: Sequence[Costs], cap: int, rule: Rule
 ) -> tuple[tuple[Action, ...], ...]:
-    """Runs the pipeline event by event and records what each stage does.
-
-    Args:
-      costs: costs of every virtual stage.
-      cap: the most chunks in flight on a stage, at least those of one microbatch.
-    """
+    """Runs the pipeline event by event and records what each stage does; arguments as for
+    `search_orders`."""
     due = _due(placement, costs, rule)
     stages = [
         _Stage(placement, own_stages, costs, cap, rule, due)

@@ -1,11 +1,20 @@
-"""Pictures of a timeline: text for a terminal, and SVG in the style of the papers' figures."""
+"""Pictures of a timeline: text for a terminal, and SVG in the style of the papers' figures.
+
+SVG is written element by element: the same picture gives the same bytes.
+"""
 
 from __future__ import annotations
 
+import collections
+import html
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from jaxpipe.schedule.actions import Action
 from jaxpipe.schedule.show.exchanges import Exchange, exchanges
 from jaxpipe.schedule.show.looks import (
     LATE,
@@ -19,22 +28,20 @@ from jaxpipe.schedule.show.looks import (
     shortest,
     stage_colors,
 )
-from jaxpipe.schedule.show.svg import (
-    DIGIT,
-    GREY,
-    Picture,
-    document,
-    element,
-    inside,
-    line,
-    rectangle,
-    save,
-)
-from jaxpipe.schedule.show.svg import text as label
-from jaxpipe.schedule.show.text_draw import TooWideError, text
 from jaxpipe.schedule.simulate import Timeline, in_flight
 
-__all__ = ["TooWideError", "caption", "figure", "save", "text"]
+__all__ = ["Picture", "TooWideError", "caption", "figure", "save", "text"]
+
+_MAX_COLUMNS = 200_000
+"""Longest row of text that shows anything; with very different costs it could be any length."""
+_LEGEND_WIDTH = 100
+_MARKS = {
+    ">": "> sends to a later stage",
+    "<": "< to an earlier one",
+    "}": "} to a later one, which receives it a tick late",
+    "{": "{ to an earlier one, which receives it a tick late",
+    "+": "+ runs together with the backward that follows",
+}
 
 _NUMBERED_ACTIONS = 6000
 """Number of boxes beyond which nobody can read the numbers, and the file takes seconds to show."""
@@ -48,6 +55,168 @@ _SHORTEST = 18.0
 """Width of the shortest box, if there is room."""
 _ENTRY = 160.0
 """Width of the longest entry of the legend."""
+_GREY = "#555555"
+_DIGIT = 0.6
+"""Width of a digit, as a share of the font size."""
+
+
+class TooWideError(ValueError):
+    """A drawing in text with more columns than anyone could read."""
+
+
+def check_width(columns: float, remedy: str) -> None:
+    """Raises `TooWideError`, with what the user can do, if the longest row is too long."""
+    if columns > _MAX_COLUMNS:
+        raise TooWideError(
+            f"A drawing in text needs {columns:.3g} columns, beyond {_MAX_COLUMNS}: {remedy}."
+        )
+
+
+class _Cell(NamedTuple):
+    """Columns ``start`` to ``end`` of a row; ``fixed`` of them must stand in one line."""
+
+    start: int
+    end: int
+    text: str
+    fixed: int
+    shade: int | None
+
+
+def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
+    """Draws a timeline as text: one row per stage, time to the right, "." where a stage waits.
+
+    A cell is as wide as its action is long; the shortest is just wide enough for its label. With
+    several chunks per stage the label is the action's own name, such as "2F0".
+
+    On the device clock, a row of marks under each stage shows at the end of every tick what the
+    stage sends; a line at the end says what they mean.
+
+    Args:
+      colour: whether to draw in ANSI colours, for a terminal.
+      width: break rows that are longer than so many columns; None for rows of any length.
+
+    Returns:
+      Lines without a newline at the end.
+
+    Raises:
+      TooWideError: rows in which the shortest action fits its label are longer than anyone reads.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
+      >>> from jaxpipe.schedule.device_clock import device_clock
+      >>> from jaxpipe.schedule.simulate import Costs, simulate
+      >>> print(text(simulate(gpipe(2, 2, fused=True), Costs(1, 1, 1))))
+      stage 0 |F0- F1- ............BW0---- BW1---- |
+      stage 1 |....F0- F1- BW0---- BW1---- ........|
+      >>> print("\\n".join(text(device_clock(gpipe(2, 1), Costs(1, 1, 1))).splitlines()[:4]))
+      stage 0 |F0 ......B0 W0 |
+              |  >            |
+      stage 1 |...F0 B0 W0 ...|
+              |        <      |
+    """
+    names = max(len(_name(timed.action, timeline)) for row in timeline.rows for timed in row)
+    # A mark stands behind a pair's forward, and rounding may take one column.
+    room = names + (2 if timeline.schedule.overlapped else 1)
+    scale = room / shortest(timeline)
+    remedy = (
+        "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
+    )
+    check_width(timeline.makespan * scale, remedy)
+    columns = round(timeline.makespan * scale)
+    heads = [f"stage {d}" for d in range(len(timeline.rows))]
+    rows: list[tuple[str, list[_Cell]]] = []
+    marks = _text_marks(timeline)
+    for d, head in enumerate(heads):
+        rows.append((head, [*_text_cells(timeline, d, scale)]))
+        if timeline.ticks:
+            ends = [round(tick[d] * scale) for tick in timeline.ticks[1:]]
+            rows.append(("", _under(ends, marks[d])))
+    margin = max(len(head) for head, _ in rows)
+    page = columns if width is None else max(width - margin - 3, room)
+    lines = []
+    for first, end in itertools.pairwise(_page_ends(rows, columns, page)):
+        for head, cells in rows:
+            filler = "." if head.startswith("stage") else " "
+            shown = _between(cells, first, end, filler, colour)
+            lines.append(f"{head.ljust(margin)} |{shown}|")
+        lines.append("")
+    used = {mark for stage in marks for tick in stage.values() for mark in tick}
+    used |= {"+"} if timeline.schedule.overlapped else set()
+    meanings = "; ".join(meaning for mark, meaning in _MARKS.items() if mark in used)
+    legend = textwrap.wrap(f"marks: {meanings}", width or _LEGEND_WIDTH) if used else []
+    return "\n".join([*lines[:-1], *legend])
+
+
+def _name(action: Action, timeline: Timeline) -> str:
+    if timeline.schedule.num_chunks > 1:
+        return str(action)
+    return f"{action.kind}{action.microbatch}"
+
+
+def _text_cells(timeline: Timeline, stage: int, scale: float) -> Iterator[_Cell]:
+    together = frozenset(timeline.schedule.overlapped)
+    for timed in timeline.rows[stage]:
+        start, end = round(timed.start * scale), round(timed.end * scale)
+        label = _name(timed.action, timeline)
+        # Rounding both ends may cost a cell its last column, never a letter of its label.
+        apart = end - start > len(label) and timed.action not in together
+        room = end - start - apart
+        body = label[:room].ljust(room, "-" if apart else "+")
+        shade = LOOKS[timed.action.kind].shades[min(chunk_of(timed.action, timeline), 1)]
+        yield _Cell(start, end, body.ljust(end - start), len(label), shade)
+
+
+def _text_marks(timeline: Timeline) -> list[dict[int, str]]:
+    """Writes one mark for each thing that a stage sends, by stage and tick."""
+    letters: list[dict[int, str]] = [collections.defaultdict(str) for _ in timeline.rows]
+    if timeline.ticks:
+        for message in exchanges(timeline):
+            marks = "}{" if message.late else "><"
+            assert message.tick is not None
+            letters[message.sender][message.tick] += marks[message.sender > message.receiver]
+    return letters
+
+
+def _under(ends: Sequence[int], marks: dict[int, str]) -> list[_Cell]:
+    """Places marks at the ends of ticks, further left where the next tick's marks take the room."""
+    cells, free = [], ends[-1]
+    for tick in sorted(marks, reverse=True):
+        end = min(ends[tick], free)
+        free = end - len(marks[tick])
+        cells.append(_Cell(free, end, marks[tick], len(marks[tick]), None))
+    return cells[::-1]
+
+
+def _page_ends(rows: list[tuple[str, list[_Cell]]], columns: int, room: int) -> list[int]:
+    """Chooses the columns at which lines end, from 0: never within a label."""
+    inside = {
+        column
+        for _, cells in rows
+        for cell in cells
+        for column in range(cell.start + 1, cell.start + cell.fixed)
+    }
+    ends = [0]
+    while columns - ends[-1] > room:
+        end = ends[-1] + room
+        ends.append(next((c for c in range(end, ends[-1], -1) if c not in inside), end))
+    return [*ends, columns]
+
+
+def _between(cells: Sequence[_Cell], first: int, end: int, filler: str, colour: bool) -> str:
+    """Writes columns ``first`` to before ``end`` of a row."""
+    parts, column = [], first
+    for cell in cells:
+        start, stop = max(cell.start, first), min(cell.end, end)
+        if start >= stop:
+            continue
+        shown = cell.text[start - cell.start : stop - cell.start]
+        if colour and cell.shade is not None:
+            body = shown.rstrip(" ")
+            blank = shown[len(body) :]
+            shown = f"\x1b[48;5;{cell.shade};30m{body}\x1b[0m{blank}" if body else shown
+        parts += [filler * (start - column), shown]
+        column = stop
+    return "".join([*parts, filler * (end - column)])
 
 
 class _Band(NamedTuple):
@@ -74,7 +243,7 @@ def figure(timeline: Timeline) -> Picture:
     further rows. The curves count microbatches of a full stage. A notebook shows the picture.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
       >>> figure(simulate(gpipe(2, 4), Costs(1, 1, 1))).count('stroke="white"')
       24
@@ -90,30 +259,30 @@ def figure(timeline: Timeline) -> Picture:
     detailed = sum(map(len, timeline.rows)) <= _NUMBERED_ACTIONS
     # A font size at which the longest microbatch number fits the shortest box.
     digits = len(str(timeline.schedule.num_passes - 1))
-    size = max(min(9.0, 0.85 * width * least / span / (DIGIT * digits)), 1.0)
-    drawn, top = [label(_MARGIN, 12, caption(timeline), size=10)], 24.0
+    size = max(min(9.0, 0.85 * width * least / span / (_DIGIT * digits)), 1.0)
+    drawn, top = [_label(_MARGIN, 12, caption(timeline), size=10)], 24.0
     for number in range(num_rows):
         band = _Band(timeline, number * span, span, width)
         boxes = [*_boxes(band, box, size if detailed else None)]
         boxes += _exchanges(band, box, exchanged) if detailed else ()
         drawn += (
-            label(_MARGIN - 4, top + (d + 0.5) * box, f"stage {d}", size=min(9, box), anchor="end")
+            _label(_MARGIN - 4, top + (d + 0.5) * box, f"stage {d}", size=min(9, box), anchor="end")
             for d in range(num_stages)
         )
-        drawn.append(inside(_MARGIN, top, width, height, boxes))
+        drawn.append(_inside(_MARGIN, top, width, height, boxes))
         drawn += _memory(band, top + height + 4, named=number == 0)
         top += height + _MEMORY + _GAP
     drawn.append(
-        label(_MARGIN + width / 2, top - 8, "time, in the unit of the costs", anchor="middle")
+        _label(_MARGIN + width / 2, top - 8, "time, in the unit of the costs", anchor="middle")
     )
     entries = [*_legend(timeline, exchanged if detailed else None)]
     columns = min(4, int(width / _ENTRY))
     for k, (mark, meaning) in enumerate(entries):
         x, y = _MARGIN + k % columns * width / columns, top + 10 + 14 * (k // columns)
-        drawn.append(inside(x, y - 5, 12, 10, [mark]))
-        drawn.append(label(x + 16, y, meaning))
+        drawn.append(_inside(x, y - 5, 12, 10, [mark]))
+        drawn.append(_label(x + 16, y, meaning))
     height = top + 16 + 14 * -(-len(entries) // columns)
-    return document(width + 2 * _MARGIN, height, drawn)
+    return _document(width + 2 * _MARGIN, height, drawn)
 
 
 def _boxes(band: _Band, box: float, size: float | None) -> Iterator[str]:
@@ -126,17 +295,19 @@ def _boxes(band: _Band, box: float, size: float | None) -> Iterator[str]:
                 continue
             left, right = band.x(timed.start), band.x(timed.end)
             colour = fill(timed.action, timeline)
-            yield rectangle(left, top, right - left, height, colour, stroke="white")
+            yield _rectangle(left, top, right - left, height, colour, stroke="white")
             if size is not None:
                 # Only the darker half of the shades needs white numbers.
                 dark = 2 * chunk_of(timed.action, timeline) >= timeline.schedule.num_chunks
                 number, middle = str(timed.action.microbatch), (left + right) / 2
                 shade = "white" if dark else "black"
-                yield label(middle, (d + 0.5) * box, number, size=size, anchor="middle", fill=shade)
+                yield _label(
+                    middle, (d + 0.5) * box, number, size=size, anchor="middle", fill=shade
+                )
         for start, end in pairs(timeline, d):
             if band.shows(start, end):
                 left, right = band.x(start), band.x(end)
-                yield rectangle(left, top, right - left, height, "none", stroke=PAIR)
+                yield _rectangle(left, top, right - left, height, "none", stroke=PAIR)
 
 
 def _exchanges(band: _Band, box: float, exchanged: Sequence[Exchange]) -> Iterator[str]:
@@ -148,8 +319,8 @@ def _exchanges(band: _Band, box: float, exchanged: Sequence[Exchange]) -> Iterat
         colour = LATE if message.late else MESSAGE
         start = band.x(message.sent), (message.sender + 0.5 + towards) * box
         end = band.x(message.arrives), (message.receiver + 0.5 - towards) * box
-        yield line([start, end], colour)
-        yield element("circle", cx=end[0], cy=end[1], r=1.2, fill=colour)
+        yield _line([start, end], colour)
+        yield _element("circle", cx=end[0], cy=end[1], r=1.2, fill=colour)
 
 
 def _memory(band: _Band, top: float, *, named: bool) -> Iterator[str]:
@@ -164,14 +335,14 @@ def _memory(band: _Band, top: float, *, named: bool) -> Iterator[str]:
             level = (1 - 0.95 * timeline.in_full_stages(count) / most) * _MEMORY
             points += [(band.x(time), before), (band.x(time), level)]
             before = level
-        curves.append(line(points, colours[d], 1))
+        curves.append(_line(points, colours[d], 1))
         if named and len(timeline.rows) <= _NAMED_CURVES:
-            yield label(right + 6, top + 5 + d * 8, f"stage {d}", size=7, fill=colours[d])
-    yield inside(_MARGIN, top, band.width, _MEMORY, curves)
-    yield line([(_MARGIN, top), (_MARGIN, top + _MEMORY), (right, top + _MEMORY)], GREY)
-    yield label(_MARGIN - 4, top + 0.05 * _MEMORY, f"{most:g}", anchor="end")
-    yield label(_MARGIN - 4, top + 0.5 * _MEMORY, "in flight", anchor="end")
-    yield label(_MARGIN - 4, top + _MEMORY, "0", anchor="end")
+            yield _label(right + 6, top + 5 + d * 8, f"stage {d}", size=7, fill=colours[d])
+    yield _inside(_MARGIN, top, band.width, _MEMORY, curves)
+    yield _line([(_MARGIN, top), (_MARGIN, top + _MEMORY), (right, top + _MEMORY)], _GREY)
+    yield _label(_MARGIN - 4, top + 0.05 * _MEMORY, f"{most:g}", anchor="end")
+    yield _label(_MARGIN - 4, top + 0.5 * _MEMORY, "in flight", anchor="end")
+    yield _label(_MARGIN - 4, top + _MEMORY, "0", anchor="end")
 
 
 def _legend(timeline: Timeline, exchanged: Sequence[Exchange] | None) -> Iterator[tuple[str, str]]:
@@ -180,10 +351,10 @@ def _legend(timeline: Timeline, exchanged: Sequence[Exchange] | None) -> Iterato
     darker = "; later chunks are darker" if timeline.schedule.num_chunks > 1 else ""
     for kind, look in LOOKS.items():
         if kind in used:
-            yield rectangle(0, 1, 12, 8, look.light), look.meaning + darker
+            yield _rectangle(0, 1, 12, 8, look.light), look.meaning + darker
             darker = ""
     if timeline.schedule.overlapped:
-        yield rectangle(1, 1, 10, 8, "none", stroke=PAIR), "overlapped pair"
+        yield _rectangle(1, 1, 10, 8, "none", stroke=PAIR), "overlapped pair"
     if exchanged is None:
         return
     lates = {message.late for message in exchanged}
@@ -193,4 +364,82 @@ def _legend(timeline: Timeline, exchanged: Sequence[Exchange] | None) -> Iterato
     )
     for late, colour, meaning in meanings:
         if late in lates:
-            yield line([(0, 5), (12, 5)], colour), meaning
+            yield _line([(0, 5), (12, 5)], colour), meaning
+
+
+def _element(name: str, content: str = "", **attributes: float | str) -> str:
+    """Writes one element; an attribute's underscores stand for hyphens."""
+    written = "".join(
+        f' {key.replace("_", "-")}="{value if isinstance(value, str) else _number(value)}"'
+        for key, value in attributes.items()
+    )
+    return f"<{name}{written}>{html.escape(content)}</{name}>"
+
+
+def _inside(x: float, y: float, width: float, height: float, elements: Iterable[str]) -> str:
+    """Places elements in a window of the picture, which hides what goes beyond it."""
+    name = f"window-{x:.0f}-{y:.0f}"
+    window = f'<clipPath id="{name}">{_rectangle(0, 0, width, height, "none")}</clipPath>'
+    place = f'transform="translate({_number(x)} {_number(y)})" clip-path="url(#{name})"'
+    return f"{window}<g {place}>{''.join(elements)}</g>"
+
+
+def _label(
+    x: float, y: float, content: str, *, size: float = 8, anchor: str = "start", fill: str = "black"
+) -> str:
+    """Writes text whose middle line is at ``y``."""
+    y += 0.35 * size
+    return _element("text", content, x=x, y=y, font_size=size, text_anchor=anchor, fill=fill)
+
+
+def _rectangle(
+    x: float, y: float, width: float, height: float, fill: str, stroke: str = "none"
+) -> str:
+    """Draws a rectangle, from its upper left corner."""
+    return _element("rect", x=x, y=y, width=width, height=height, fill=fill, stroke=stroke)
+
+
+def _line(points: Sequence[tuple[float, float]], stroke: str, width: float = 0.7) -> str:
+    """Draws a line through points."""
+    written = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+    return _element("polyline", points=written, fill="none", stroke=stroke, stroke_width=width)
+
+
+class Picture(str):
+    """An SVG document, which a notebook shows as a picture."""
+
+    def __repr__(self) -> str:
+        return f"<SVG of {len(self)} characters>"
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def _document(width: float, height: float, elements: Iterable[str]) -> Picture:
+    """Writes a picture of this size, in pixels, on white."""
+    size = f'width="{_number(width)}" height="{_number(height)}"'
+    lines = [
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">',
+        _rectangle(0, 0, width, height, "white"),
+        *elements,
+    ]
+    return Picture("\n".join([*lines, "</svg>"]) + "\n")
+
+
+def save(picture: str, path: str | Path) -> Path:
+    """Writes a picture to a file, and returns the path.
+
+    Raises:
+      ValueError: the ending is not .svg.
+      OSError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"{str(path)!r} does not end in a picture format. Nearest valid: .svg.")
+    path.write_text(picture, encoding="utf-8")
+    return path
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -17,10 +17,8 @@ class Exchange(NamedTuple):
     Args:
       action: the action whose result it is; B if that is a fused backward.
       reader: the action that it is for.
-      sender, receiver: stages.
-      sent: when the action ends.
+      sent, read: when the action ends, and when its reader starts.
       arrives: when the receiver may read it: on the clocks that have ticks, at the start of one.
-      read: when its reader starts.
       tick: tick in which it is sent; None on the free-running clock.
       late: whether it travels under the layers of the tick after the one that sends it.
     """
@@ -40,7 +38,7 @@ def exchanges(timeline: Timeline) -> list[Exchange]:
     """Finds the messages of a timeline, by time of arrival.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from jaxpipe.schedule.device_clock import device_clock
       >>> from jaxpipe.schedule.simulate import Costs
       >>> messages = exchanges(device_clock(gpipe(2, 1), Costs(1, 1, 1)))

@@ -83,7 +83,7 @@ def caption(timeline: Timeline) -> str:
     """One line that describes a timeline and names its clock.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
       >>> caption(simulate(gpipe(2, 2), Costs(1, 1, 1)))
       'gpipe, p=2 v=1 m=2, (F, B, W)=(1, 1, 1), free-running: makespan 8, bubble 25.0%'

@@ -27,7 +27,7 @@ def page(compared: Sequence[Timelines]) -> str:
     """Writes schedules, each on all its clocks, as one HTML page that needs no network.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from jaxpipe.schedule.device_clock import timelines
       >>> from jaxpipe.schedule.simulate import Costs
       >>> page([timelines(gpipe(2, 4), Costs(1, 1, 1))]).splitlines()[0]

@@ -31,7 +31,7 @@ def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
       a full stage in flight.
 
     Example:
-      >>> from jaxpipe.schedule.generators.gpipe import gpipe
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
       >>> events = trace(simulate(gpipe(1, 1), Costs(1, 1, 1)))["traceEvents"]
       >>> [(event["name"], event["ts"]) for event in events if event["ph"] == "X"]

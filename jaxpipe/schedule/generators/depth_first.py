@@ -1,6 +1,6 @@
-"""Depth-first interleaving: 1F1B over several chunks per stage, microbatches in small groups.
+"""Depth-first orders: 1F1B and its kin, whose microbatches go to all chunks in small groups.
 
-`depth_first` is the family's one algorithm: it makes 1F1B and the zero-bubble schedules as well.
+`depth_first` is the family's one algorithm.
 """
 
 from __future__ import annotations
@@ -8,9 +8,82 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, nth_backward
-from jaxpipe.schedule.placement import Placement, looped
+from jaxpipe.schedule.placement import Placement, linear, looped
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import UNIT, makespan
+
+
+def one_f_one_b(
+    num_stages: int, num_microbatches: int, *, num_slices: int = 1, fused: bool = False
+) -> Schedule:
+    """Orders each stage as a few warm-up forwards, then one forward and one backward in turn.
+
+    Stage d warms up with p-d-1 forwards: one for each stage behind it. The split form puts W
+    directly after its B, which keeps the fused form's memory and sends the gradient on
+    before W runs. With slices it is Seq1F1B: a slice is one k-th of the work and of the memory, and
+    the first backward, of a last slice, comes after k - 1 more forwards.
+
+    Source: Narayanan et al., arXiv 2006.09503 (there "PipeDream-Flush"); slices: Sun et al., arXiv
+    2406.03488 (Seq1F1B).
+
+    Example:
+      >>> [str(action) for action in one_f_one_b(2, 2, fused=True).orders[0]]
+      ['0F0', '0F1', '0BW0', '0BW1']
+    """
+    return depth_first(
+        "1f1b-fused" if fused else "1f1b",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=range(num_stages - 1, -1, -1),
+        delays=None if fused else (0,) * num_stages,
+        num_slices=num_slices,
+    )
+
+
+def zb_h1(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Schedule:
+    """Runs 1F1B with W deferred by d backwards on stage d, which levels the memory of all stages.
+
+    Source: arXiv 2401.10241, ZB-H1.
+
+    Example:
+      >>> [str(action) for action in zb_h1(2, 2).orders[1]]
+      ['1F0', '1B0', '1F1', '1B1', '1W0', '1W1']
+    """
+    return depth_first(
+        "zb-h1",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=range(num_stages - 1, -1, -1),
+        delays=range(num_stages),
+        num_slices=num_slices,
+    )
+
+
+def zb_h2(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Schedule:
+    """Fills the warm-up with forwards and the cool-down with W: stages never idle at F=B=W.
+
+    With slices its longer warm-up is slack: stages wait less for later slices, which take longer.
+
+    At W <= F, W <= B and m >= 2p-1 the bubble in the longest span of a stage is (p-1)(F+B-2W); the
+    makespan is longer, as the last stage starts (p-1)F later. With fewer microbatches the warm-up
+    lies between those of ZB-H1 and ZB-H2, so that it never ends later than ZB-H1.
+
+    Source: arXiv 2401.10241, ZB-H2.
+
+    Example:
+      >>> zb_h2(4, 8).peak_in_flight
+      (7, 7, 7, 7)
+    """
+    # More forwards than this would be followed by no steady state.
+    most = max(0, num_microbatches * num_slices - num_stages)
+    return depth_first(
+        "zb-h2",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=[behind + min(behind, most) for behind in reversed(range(num_stages))],
+        delays=[d + min(d, most) for d in range(num_stages)],
+        num_slices=num_slices,
+    )
 
 
 def interleaved(
@@ -29,15 +102,10 @@ def interleaved(
     of fewer than p microbatches warms up only for the gradients' way back: it keeps less in flight
     and leaves gaps.
 
-    ============  =====================================================================
-    bubble        fused (p-1)(F+B+W)/v, split (p-1)(F+B)/v if W <= F, added to the m(F+B+W) of
-                  work, when m is a multiple of the group
-    in flight     min(m v, 2(p-d-1) + (v-1)g + 1) chunks on stage d, g the group; g < p:
-                  min(m v, p-d-1 + (v-1)g + 1)
-    k slices      the same of m k microbatches of 1/k, and k-1 more in flight
-    constraints   p >= 1, m >= 1, v >= 1, g >= p/2; the bubble is that of g >= p
-    source        Narayanan et al., arXiv 2104.04473 (Megatron-LM)
-    ============  =====================================================================
+    Stage d keeps min(m v, 2(p-d-1) + (v-1)g + 1) chunks of groups of g in flight; if g < p,
+    min(m v, p-d + (v-1)g).
+
+    Source: Narayanan et al., arXiv 2104.04473 (Megatron-LM).
 
     Args:
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
@@ -92,6 +160,37 @@ def _fused_group(num_stages: int, num_microbatches: int, num_chunks: int) -> int
     equal = (-(-num_microbatches // n) for n in (turns, turns - 1) if n > 0)
     groups = [g for g in equal if num_stages < g < 2 * num_stages]
     return min([num_stages, *groups], key=ends) if num_microbatches % num_stages else num_stages
+
+
+def interleaved_zb(
+    num_stages: int, num_microbatches: int, *, num_chunks: int = 2, num_slices: int = 1
+) -> Schedule:
+    """Runs 1F1B over chunks, with W deferred by d backwards on stage d.
+
+    Without W in its way a gradient is back twice as fast, so half of the warm-up of `interleaved`
+    is enough, and all stages keep the same. The microbatches go in floor(m/p) groups.
+
+    In flight are min(m v, (v-1)g + p) chunks, g = ceil(m / max(1, floor(m/p))) the group.
+
+    Source: arXiv 2401.10241, on the order of arXiv 2104.04473; groups and warm-up as in PyTorch's
+    ScheduleInterleavedZeroBubble.
+
+    Example:
+      >>> interleaved_zb(4, 8).peak_in_flight
+      (8, 8, 8, 8)
+    """
+    num_passes = num_microbatches * num_slices
+    group = -(-num_passes // max(1, num_passes // num_stages))
+    group += -group % num_slices
+    return depth_first(
+        "interleaved-zb",
+        looped(num_stages, num_chunks=num_chunks),
+        num_microbatches,
+        group=group,
+        warm_ups=warm_up_forwards(num_stages, num_chunks, group, hops=1),
+        delays=range(num_stages),
+        num_slices=num_slices,
+    )
 
 
 def warm_up_forwards(num_stages: int, num_chunks: int, group: int, *, hops: int) -> tuple[int, ...]:
