@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import toys
 from compilations import AS_USED
 from covering import some
 from jax.stages import Compiled
 
 import jaxpipe
+from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram, Instruction, pass_of
 from benchmarks.roofline import device_groups
 from jaxpipe.runtime import tables
@@ -24,20 +26,32 @@ from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
 
 pytestmark = pytest.mark.pipeline
-STAGES, DATA, ROWS = 4, 2, 2
+STAGES, DATA, ROWS, MICROBATCHES = 4, 2, 2, 6
+# Three layers on some stages and 40 tokens a microbatch: no other array has the shape of a buffer
+# or of a weight.
 CONFIG = gpt.GPTConfig(
-    vocab_size=96, sequence_length=16, num_layers=8, width=32, num_heads=2, dtype="float32"
+    vocab_size=96, sequence_length=20, num_layers=10, width=32, num_heads=2, dtype="float32"
 )
-# Three layers on some stages, so that no other array has a buffer's shape.
-UNEVEN = dataclasses.replace(CONFIG, num_layers=10)
 # Indices into buffers of one layer are constant: the compiler knows more.
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=STAGES)
-FEW = [(("1f1b", "dots", 3),), (("1f1b-fused", "full", 3),)]
-MANY = [*FEW, (("1f1b", "none", 0),), (("gpipe", "none", 3),)]
-cases = pytest.mark.parametrize("case", some(MANY, *FEW))
+FEW = [("1f1b", "dots", 3), ("1f1b-fused", "full", 3)]
+MANY = [
+    *FEW,
+    *(("1f1b", "none", 0), ("gpipe", "none", 3), ("zb-v", "dots", 1), ("zb-v", "none", 2)),
+]
+cases = pytest.mark.parametrize("case", some(zip(MANY), *zip(FEW)))
 
 
-def make_pipeline(name: str, remat: str, zero: int, *, microbatches=6, config=CONFIG, data=DATA):
+def make_pipeline(
+    name: str,
+    remat: str,
+    zero: int,
+    *,
+    microbatches=MICROBATCHES,
+    config=CONFIG,
+    data=DATA,
+    **given,
+):
     return jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage"),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
@@ -45,30 +59,24 @@ def make_pipeline(name: str, remat: str, zero: int, *, microbatches=6, config=CO
         mesh=jaxpipe.make_mesh(stage=STAGES, data=data),
         remat=remat,
         zero=zero,
+        **given,
     )
 
 
-def batch(microbatches: int):
+def batch(microbatches: int = MICROBATCHES):
     shape = (ROWS * DATA * microbatches, CONFIG.sequence_length + 1)
     return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
 
 
 @functools.cache
-def step(name: str, remat: str, zero: int, config: gpt.GPTConfig, data=DATA) -> Compiled:
-    pipe = make_pipeline(name, remat, zero, config=config, data=data)
-    return memory.compiled(pipe, batch(6), updates=memory.PLAIN_UPDATES, options=AS_USED)
+def step(*case, **given) -> Compiled:
+    pipe = make_pipeline(*case, **given)
+    return memory.compiled(pipe, batch(), updates=memory.PLAIN_UPDATES, options=AS_USED)
 
 
 @functools.cache
-def program(*case) -> HloProgram:
-    return HloProgram(step(*case).as_text())
-
-
-@functools.cache
-def buffer_shapes(name: str, remat: str, zero: int) -> set[tuple[int, ...]]:
-    """Shapes of every buffer that holds more than one layer of one microbatch."""
-    pipe = make_pipeline(name, remat, zero, config=UNEVEN)
-    return {leaf.shape for leaf in jax.tree.leaves(buffers(pipe, batch(6))) if leaf.shape[0] > 1}
+def program(*case, **given) -> HloProgram:
+    return HloProgram(step(*case, **given).as_text())
 
 
 def copies(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[str]:
@@ -83,9 +91,11 @@ def copies(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[str]:
 
 @cases
 def test_the_tick_loop_copies_no_whole_buffer(case):
-    shapes = buffer_shapes(*case)
+    """Of those that hold more than one layer of one microbatch."""
+    kept = jax.tree.leaves(buffers(make_pipeline(*case), batch()))
+    shapes = {leaf.shape for leaf in kept if leaf.shape[0] > 1}
     assert shapes
-    assert not copies(program(*case, UNEVEN), shapes)
+    assert not copies(program(*case), shapes)
 
 
 def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
@@ -113,29 +123,62 @@ def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
 
 @cases
 def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
-    idle_ticks_only_send(program(*case, UNEVEN))
+    for weights in ("stacked", "unrolled"):
+        gated = idle_ticks_only_send(program(*case, weights=weights))
+        assert ("all-gather" in gated) == (case[2] == 3)  # none is gathered ahead of the ticks
+        assert ("reduce-scatter" in gated) == (case[2] >= 2)
 
 
-@pytest.mark.parametrize("case", some(MANY))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY)
 def test_idle_ticks_of_one_layer_per_chunk_run_nothing(case):
-    idle_ticks_only_send(program(*case, ONE_LAYER))
+    idle_ticks_only_send(program(*case, config=ONE_LAYER))
 
 
-def idle_ticks_only_send(compiled: HloProgram) -> None:
-    collectives = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+def idle_ticks_only_send(compiled: HloProgram) -> set[str]:
+    """Returns the collectives of the ticks that are not idle."""
+    collectives, found = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}, set()
     for body in compiled.tick_bodies().values():
         always = {instruction.opcode for instruction in compiled.reached(body, into_loops=False)}
         gated = {instruction.opcode for instruction in compiled.reached(body, into_loops=True)}
         assert "dot" in gated
         assert gated & collectives
         assert not always & (collectives | {"dot"})
+        found |= gated
+    return found
+
+
+def layer_flops(compiled: HloProgram) -> list[int]:
+    """FLOPs of one layer in each loop over layers."""
+    loops = [loop for body in compiled.tick_bodies().values() for loop in compiled.loops(body)]
+    return [compiled.dot_flops(loop.calls["body"]) for loop in loops if pass_of(loop)]
+
+
+TOKENS, WIDTH, HIDDEN = ROWS * CONFIG.sequence_length, CONFIG.width, CONFIG.hidden_width
+ATTENTION_FLOPS = 2 * (2 * TOKENS * CONFIG.sequence_length * WIDTH)  # scores, and their use
+DOWN_FLOPS = 2 * TOKENS * HIDDEN * WIDTH
+FORWARD_FLOPS = 2 * TOKENS * WIDTH * (4 * WIDTH + 2 * HIDDEN) + DOWN_FLOPS + ATTENTION_FLOPS
+RECOMPUTED_FLOPS = {
+    "none": 0,
+    "dots": ATTENTION_FLOPS,
+    "full": FORWARD_FLOPS - DOWN_FLOPS,  # the layer's output is no residual
+}
+
+
+@cases
+def test_a_layer_multiplies_what_the_model_and_its_remat_policy_say(case):
+    forward, *backward = layer_flops(program(*case))
+    assert forward == FORWARD_FLOPS
+    assert sum(backward) == 2 * FORWARD_FLOPS + RECOMPUTED_FLOPS[case[1]]
+    if len(backward) == 2:  # W has one product for each weight
+        assert backward[1] == FORWARD_FLOPS - ATTENTION_FLOPS
 
 
 @cases
 def test_messages_connect_the_pairs_of_the_table_when_all_layers_of_the_tick_have_run(case):
     """Sent before W, a message would make a stage that only runs W wait for the others' B. Messages
     alone pass through a choice of pairs: XLA copies whatever does."""
-    compiled, table = program(*case, UNEVEN), make_pipeline(*case, config=UNEVEN).table
+    compiled, table = program(*case), make_pipeline(*case).table
     of_ticks = {parts.name: parts for parts in table.parts(gathers=case[2] == 3, reduces=True)}
     in_choices = 0
     for name, body in compiled.tick_bodies().items():
@@ -182,6 +225,7 @@ def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(mo
     monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
     compiled = HloProgram(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
+    assert sum(layer_flops(compiled)) == 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS["full"]
     body = compiled.tick_loop()
     rows = compiled.computations[body]
     late = [i for i in rows if i.opcode == "collective-permute"]
@@ -197,9 +241,63 @@ def test_weights_are_sharded_along_their_leading_dimension():
     assert {leaf.data_dim for leaf in jax.tree.leaves(layers)} == {0}
 
 
+# Weights in an array per layer.
+
+
+def copied_bytes(case: tuple, weights: str) -> list[int]:
+    """What a layer copies of its weights and gradient sums in F, B and W, or F and BW."""
+    pipe = make_pipeline(*case, weights=weights)
+    leaves = jax.tree.leaves(pipe.layout.layers.piece)
+    shapes = {tuple(sorted(leaf.shape)) for leaf in leaves if len(leaf.shape) > 1}
+    found = gpu_compile.weight_traffic(program(*case, weights=weights), shapes)
+    assert len(found) == len(pipe.table.passes)
+    return [one.copied for one in found]
+
+
+@cases
+def test_no_layer_copies_a_weight_or_a_gradient_sum_that_is_an_array_of_its_own(case):
+    assert not any(copied_bytes(case, "unrolled"))
+    stacked = copied_bytes(case, "stacked")
+    assert all(stacked[:2])  # what this test would find
+    assert not any(stacked[2:])  # W reads a stack of sums in the kernel that writes it
+
+
+@pytest.mark.parametrize("case", some(zip([FEW[1], *MANY[2:3], *MANY[4:]]), (FEW[1],)))
+def test_temporaries_are_no_more_than_those_of_stacked_weights(case):
+    unrolled, stacked = (
+        step(*case, weights=weights).memory_analysis().temp_size_in_bytes
+        for weights in ("unrolled", "stacked")
+    )
+    assert unrolled <= 1.01 * stacked
+
+
+@pytest.mark.parametrize("zero", some([(0,), (1,), (3,)], (3,)))
+def test_a_step_copies_no_more_of_what_it_is_given_than_with_stacked_weights(zero):
+    """The optimizer writes where parameters and moments lie."""
+    copied = {}
+    for weights in ("stacked", "unrolled"):
+        pipe = toys.pipeline("tied", sizes={"stage": 4, "data": 2}, zero=zero, weights=weights)
+        updates = optax.adam(1e-2), "step"
+        shapes = toys.named("tied").batch(16)
+        text = memory.compiled(pipe, shapes, updates=updates, options=AS_USED).as_text()
+        copied[weights] = text[text.index("ENTRY") :].count("copy(%param")
+    assert copied["unrolled"] <= copied["stacked"]
+
+
+# Memory.
+
+
+def memory_is_predicted(name, remat, zero, **given) -> None:
+    predicted = sum(
+        memory.predicted_bytes(make_pipeline(name, remat, zero, **given), batch()).values()
+    )
+    compiled = memory.bytes_beside_arguments(step(name, remat, zero, **given))
+    assert compiled == pytest.approx(predicted, rel=0.02)
+
+
 def test_predicted_memory_is_the_compiled_one():
     """The working set is read from a model with another schedule and two microbatches."""
-    memory_is_predicted("1f1b", "dots", 3, UNEVEN)
+    memory_is_predicted(*FEW[0])
 
 
 @pytest.mark.slow
@@ -216,14 +314,7 @@ def test_predicted_memory_is_the_compiled_one():
 def test_predicted_memory_is_the_compiled_one_however_many_layers(layers, width, of):
     for name, remat, zero, data in of:
         config = dataclasses.replace(CONFIG, num_layers=layers, width=width)
-        memory_is_predicted(name, remat, zero, config, data)
-
-
-def memory_is_predicted(name, remat, zero, config, data=DATA) -> None:
-    pipe = make_pipeline(name, remat, zero, config=config, data=data)
-    predicted = sum(memory.predicted_bytes(pipe, batch(6)).values())
-    compiled = memory.bytes_beside_arguments(step(name, remat, zero, config, data))
-    assert compiled == pytest.approx(predicted, rel=0.02)
+        memory_is_predicted(name, remat, zero, config=config, data=data)
 
 
 def test_buffers_do_not_depend_on_the_number_of_microbatches():
@@ -241,7 +332,10 @@ def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero):
     config = dataclasses.replace(CONFIG, num_layers=16)
     pipe = make_pipeline(name, "full", zero, config=config, data=data)
     adam = optax.adam(0.1)
-    by_chunk = memory.predicted_bytes(pipe, batch(6), by_chunk=adam)
-    compiled = memory.compiled(pipe, batch(6), updates=(adam, "chunk"), options=AS_USED)
-    predicted = sum(by_chunk.values())
-    assert memory.bytes_beside_arguments(compiled) == pytest.approx(predicted, rel=0.02)
+    predicted = memory.predicted_bytes(pipe, batch(), by_chunk=adam)
+    compiled = memory.bytes_beside_arguments(
+        memory.compiled(pipe, batch(), updates=(adam, "chunk"), options=AS_USED)
+    )
+    assert compiled == pytest.approx(sum(predicted.values()), rel=0.02)
+    kept = memory.tree_bytes(buffers(pipe, batch())["gradients"])
+    assert predicted["gradients"] == kept // pipe.schedule.num_chunks  # of the chunk in work

@@ -1,33 +1,36 @@
-"""What data shards gather and reduce is the same in whatever dimension they split an array."""
+"""The data axes: what shards gather and reduce, and replicas of which several hold the same parts.
+
+Results with replicas (hybrid sharding) are in `test_equivalence`.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import toys
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import make_mesh
-from jaxpipe.runtime.layout.data_axis import gather, own_shard, reduce_gradients
+import jaxpipe
+from jaxpipe.runtime.layout.data_axis import average, gather, own_shard, reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import Axes
 
 SHARDS, SHAPE = 4, (4, 8, 12)
 
 
-def leaf(dim: int) -> Leaf:
-    return Leaf(SHAPE, jnp.float32, None, dim, SHARDS)
-
-
-def on_shards(function, array):
+def on_shards(function, array, shards=SHARDS):
     """The function's results on all shards, of their rows of an array, one behind the other."""
-    mesh = make_mesh(stage=1, data=SHARDS)
     rows = jax.shard_map(
-        lambda own: function(own[0])[None],
-        mesh=mesh,
+        lambda own: jax.tree.map(lambda w: w[None], function(jax.tree.map(lambda w: w[0], own))),
+        mesh=jaxpipe.make_mesh(stage=1, data=shards),
         in_specs=P("data"),
         out_specs=P("data"),
         check_vma=False,
@@ -36,27 +39,77 @@ def on_shards(function, array):
 
 
 @pytest.mark.parametrize("dim", range(3))
-def test_what_shards_gather_is_the_array(dim):
-    whole = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-    parts = np.stack(np.split(whole, SHARDS, axis=dim))
-    found = on_shards(lambda own: gather(own, leaf(dim), Axes()), parts)
-    np.testing.assert_array_equal(found, [whole] * SHARDS)
-
-
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("dim", range(3))
-def test_shards_reduce_to_their_parts_of_the_sum(dim, zero):
+def test_shards_gather_the_array_and_reduce_to_their_parts_of_the_sum(dim):
+    """In whatever dimension they split it."""
+    leaf, axes = Leaf(SHAPE, jnp.float32, None, dim, SHARDS), Axes()
     values = np.random.default_rng(0).integers(9, size=(SHARDS, *SHAPE)).astype(np.float32)
-    reduce = functools.partial(reduce_gradients, leaves=leaf(dim), axes=Axes(), zero=zero)
     total = values.sum(axis=0)
-    wanted = np.split(total, SHARDS, axis=dim) if zero else [total] * SHARDS
-    np.testing.assert_array_equal(on_shards(reduce, values), wanted)
+    parts = np.stack(np.split(total, SHARDS, axis=dim))
+
+    def run(own):
+        sums = [reduce_gradients(own, leaf, axes, zero=zero) for zero in (0, 1)]
+        return (*sums, gather(sums[1], leaf, axes), own_shard(sums[0], leaf, axes))
+
+    whole, reduced, gathered, own = on_shards(run, values)
+    for found in (whole, gathered):
+        np.testing.assert_array_equal(found, [total] * SHARDS)
+    for found in (reduced, own):
+        np.testing.assert_array_equal(found, parts)
 
 
-@pytest.mark.parametrize("dim", range(3))
-def test_a_shard_has_the_part_that_it_reduces(dim):
-    values = np.broadcast_to(np.arange(np.prod(SHAPE)).reshape(SHAPE), (SHARDS, *SHAPE))
-    values = values.astype(np.float32)
-    parts = on_shards(lambda own: own_shard(own, leaf(dim), Axes()), values)
-    reduced = on_shards(lambda own: reduce_gradients(own, leaf(dim), Axes(), zero=1), values)
-    np.testing.assert_array_equal(SHARDS * parts, reduced)
+def test_averages_keep_their_dtype_and_count_exactly():
+    large = 2**24 + 1
+    values = {"count": jnp.full(2, large), "mean": jnp.asarray([1.0, 2.0], jnp.bfloat16)}
+    averaged = on_shards(functools.partial(average, axes=Axes()), values, shards=2)
+    assert averaged["count"].tolist() == [large, large]
+    assert averaged["mean"].dtype == jnp.bfloat16
+    assert averaged["mean"].tolist() == [1.5, 1.5]
+
+
+# Replicas.
+
+
+def hybrid(name: str, zero: int, replica: int) -> jaxpipe.Pipeline:
+    """A pipeline on 2 stages and 4 data shards, in this many replicas."""
+    sizes = {"stage": 2, "data": 4, "replica": replica}
+    return toys.pipeline(name, "1f1b-fused", sizes, zero=zero, microbatches=2)
+
+
+@pytest.mark.parametrize("name", toys.LAYOUTS)
+def test_parts_are_those_of_the_shards_within_a_replica(name):
+    for zero in range(4):
+        pipe, params = hybrid(name, zero, 2), toys.named(name).params
+        moments = pipe.optimizer_placing(optax.adam(0.1)).placed[0].mu
+        for tree, sharded in ((pipe.placed_params, zero == 3), (moments, zero >= 1)):
+            leaf = max(jax.tree.leaves(tree["layers"]), key=lambda leaf: leaf.size)
+            parts = leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape))
+            assert parts == 2 * (2 if sharded else 1)  # stages, and shards within a replica
+    chex.assert_trees_all_equal(pipe.unplace(pipe.place(params)), params)
+    assert hybrid(name, 3, 4).options.zero == 0  # whole in every replica
+
+
+def test_optimizers_see_whole_parameters_and_placing_has_a_derivative():
+    pipe, params = hybrid("tied", 3, 2), toys.named("tied").params
+    gradients = jax.tree.map(lambda w: w**2 - 0.1, params)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
+    expected = toys.expected_update(optimizer, params, gradients)
+    found = toys.updated(pipe, optimizer, params, gradients)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    def product(params, other):
+        products = jax.tree.map(lambda a, b: (a * b).sum(), *map(pipe.place, (params, other)))
+        return sum(jax.tree.leaves(products))
+
+    chex.assert_trees_all_equal(jax.jit(jax.grad(product))(params, gradients), gradients)
+
+
+def test_weights_are_gathered_within_a_replica_and_gradients_cross_it_in_parts():
+    pipe, batch = hybrid("tied", 3, 2), toys.named("tied").batch(16)
+    text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, batch).as_text()
+    parts = {}
+    for name in ("all_gather", "reduce_scatter"):
+        types = rf"stablehlo\.{name}\".*?: \(tensor<([\dx]+)x\w+>\) -> tensor<([\dx]+)x\w+>"
+        pairs = re.findall(types, text, re.DOTALL)
+        sizes = [[math.prod(map(int, one.split("x"))) for one in pair] for pair in pairs]
+        parts[name] = {max(pair) / min(pair) for pair in sizes}
+    assert parts == {"all_gather": {2}, "reduce_scatter": {2}}

@@ -17,11 +17,14 @@ from covering import covering
 
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.layers.keys import layer_key
-from jaxpipe.runtime.measure import traced
+from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")
 REPLICAS = {"stage": 2, "data": 4, "replica": 2}
+
+THREE_CHUNKS = catalog.build("interleaved", stages=2, microbatches=4, chunks=3)
+"""Chunks of which two fit into slots."""
 
 # fmt: off
 CASES = [
@@ -30,14 +33,16 @@ CASES = [
     ("untied", "1f1b-fused", {"stage": 1}, {"remat": "dots", "microbatches": 1}),
     ("tied", "1f1b-fused", REPLICAS,
      {"zero": 1, "remat": "full", "weights": "unrolled", "residuals": "host"}),
+    ("tied", THREE_CHUNKS, {"stage": 2, "data": 2},
+     {"zero": 3, "weights": "unrolled", "weight_slots": 2}),
     ("tied", "zb-v", {"stage": 2, "data": 2},
-     {"zero": 2, "remat": "dots", "weights": "unrolled", "num_layers": 4, "weight_slots": 2}),
+     {"zero": 2, "weights": "unrolled", "num_layers": 4, "weight_slots": 2, "tiles": True}),
     ("untied", "dualpipe-v", {"stage": 2, "data": 2}, {"zero": 3, "remat": "full"}),
     ("untied", "hanayo", {"stage": 2, "data": 2}, {"zero": 1, "residuals": "host"}),
     ("ends", "interleaved", {"stage": 2, "data": 2},
      {"zero": 2, "remat": "dots", "weights": "unrolled"}),
     ("uneven", "1f1b", {"stage": 4, "data": 2},
-     {"zero": 3, "layer_counts": (1, 4, 2, 1), "keyed": True, "residuals": "host"}),
+     {"zero": 3, "layer_counts": (1, 4, 2, 1), "keyed": True, "residuals": "host", "tiles": True}),
     ("stateful", "zb-v", REPLICAS, {"zero": 3, "remat": "full"}),
     ("adapted", "zb-v", {"stage": 2, "data": 2}, {"zero": 1, "remat": "dots"}),
     ("mixture", "gpipe", {"stage": 4, "data": 2},
@@ -61,18 +66,24 @@ SLOW = [
 @pytest.mark.parametrize(
     ("name", "schedule", "sizes", "options"),
     [
-        *(pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES),
+        *(pytest.param(*case, id=case[0]) for case in CASES),
         *(pytest.param(*case, marks=pytest.mark.slow, id=case[0]) for case in SLOW),
     ],
 )
 def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, options, monkeypatch):
+    """Devices with tiles store arrays of one kind of layers in their shapes, as TPUs do."""
     options = dict(options)
     if options.pop("together", False):
         toys.compute_together(monkeypatch)
+    if tiles := options.pop("tiles", False):
+        monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
     pipe = toys.check(name, schedule, sizes, **options)
-    assert pipe.table.together == (name in ("tied", "untied", "split", "split tuple")) or (
-        name == "mixture stateful"
-    )
+    if tiles:
+        kept = buffers(pipe, toys.named(name).batch(16))
+        parts = [leaf for part in ("x", "dy", "until_b", "until_w") for leaf in kept.get(part, [])]
+        assert (max(leaf.ndim for leaf in parts) > 2) == (name == "tied")
+    together = ("tied", "untied", "split", "split tuple", "mixture stateful")
+    assert pipe.table.together == (name in together)
     if name == "ends":
         no_stage_keeps_a_whole_table(pipe)
 
@@ -85,23 +96,6 @@ def no_stage_keeps_a_whole_table(pipe) -> None:
             kept = math.prod(w.sharding.shard_shape(w.shape))
             divides = any(n % pipe.mesh.size == 0 for n in w.shape)
             assert not divides or w.ndim < 2 or kept * pipe.mesh.shape["stage"] <= w.size
-
-
-@pytest.mark.pipeline
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("tied", {"zero": 3, "weights": "unrolled", "weight_slots": 2, "num_layers": 4}),
-        ("uneven", {"layer_counts": (2, 1, 3, 2)}),
-    ],
-)
-def test_values_of_one_kind_of_layers_keep_their_shapes_on_tpus(name, options, monkeypatch):
-    """CPUs run here what devices run that store arrays in tiles."""
-    monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
-    pipe = toys.check(name, "zb-v", {"stage": 2, "data": 2}, **options)
-    buffers = traced.buffers(pipe, toys.named(name).batch(16))
-    kept = [leaf.ndim for part in ("x", "dy", "until_b", "until_w") for leaf in buffers[part]]
-    assert (max(kept) > 2) == (name == "tied")
 
 
 def test_keys_differ_by_microbatch_data_shard_and_layer():

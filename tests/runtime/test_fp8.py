@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import math
 import re
 
 import chex
@@ -20,7 +22,7 @@ from jaxpipe.runtime.layers.split import split_layer
 from jaxpipe.runtime.measure.traced import buffers
 from models import blocks
 
-WEIGHTS = ["*up", "*down"]
+TIED = toys.named("tied")
 
 
 def quantized(x, dtype):
@@ -60,61 +62,59 @@ def layer(w, x, batch, rng, *, matmul=matmul):
 
 
 @functools.cache
-def expected(name: str) -> tuple:
+def expected() -> tuple:
     """Loss and gradients of the toy on one device, with matmuls that quantize."""
     model = dataclasses.replace(toy.model(tied=True, axis=None), layer=layer)
     step = functools.partial(
         jaxpipe.unpipelined.value_and_grad, model, num_microbatches=4, data_shards=2
     )
-    return jax.jit(step)(toys.params(name), toys.batch(name), jax.random.key(1))
+    return jax.jit(step)(TIED.params, TIED.batch(16), jax.random.key(1))
 
 
-def pipeline(schedule, zero=0, layers="stacked", **options) -> jaxpipe.Pipeline:
-    options = {"fp8": WEIGHTS, "mesh": jaxpipe.make_mesh(stage=2, data=2)} | options
-    return toys.pipeline(schedule, layers, zero, microbatches=4, **options)
+def pipeline(schedule="1f1b", name="tied", **options) -> jaxpipe.Pipeline:
+    options = {"fp8": ["*up", "*down"], "microbatches": 4} | options
+    return toys.pipeline(name, schedule, toys.ON_DATA, **options)
 
 
-def check(schedule, zero, layers, remat) -> jaxpipe.Pipeline:
-    pipe = pipeline(schedule, zero, layers, remat=remat)
-    placed = pipe.place(toys.params(layers))
-    found = jax.jit(pipe.value_and_grad)(placed, toys.batch(layers), jax.random.key(1))
-    found = found[0], pipe.unplace(found[1])
-    chex.assert_trees_all_close(found, expected("stacked"), rtol=1e-5, atol=1e-6)
+def check(schedule, name, zero, remat) -> jaxpipe.Pipeline:
+    pipe = pipeline(schedule, name, zero=zero, remat=remat)
+    placed = pipe.place(TIED.params)
+    loss, gradients = jax.jit(pipe.value_and_grad)(placed, TIED.batch(16), jax.random.key(1))
+    found = loss, pipe.unplace(gradients)
+    chex.assert_trees_all_close(found, expected(), rtol=1e-5, atol=1e-6)
     return pipe
 
 
 def test_a_step_is_that_of_layers_that_quantize():
-    check("zb-v", 3, "stacked", "dots")
+    check("zb-v", "tied", 3, "dots")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["stacked", "unrolled"])
+@pytest.mark.parametrize("name", ["tied", "unrolled"])
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-fused", "zb-v", "breadth-first"])
-def test_a_step_is_that_of_layers_that_quantize_everywhere(schedule, layers):
+def test_a_step_is_that_of_layers_that_quantize_everywhere(schedule, name):
     for zero, remat in ((0, "none"), (0, "dots"), (2, "full"), (3, "none"), (3, "dots")):
-        pipe = check(schedule, zero, layers, remat)
-    placed, batch, rng = pipe.place(toys.params(layers)), toys.batch(layers), jax.random.key(1)
-    loss, _ = expected("stacked")
-    chex.assert_trees_all_close(jax.jit(pipe.loss)(placed, batch, rng), loss, rtol=1e-6)
+        pipe = check(schedule, name, zero, remat)
+    placed, rng = pipe.place(TIED.params), jax.random.key(1)
+    found = jax.jit(pipe.loss)(placed, TIED.batch(16), rng)
+    chex.assert_trees_all_close(found, expected()[0], rtol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", ["lora_*", "lora_b"])
 def test_adapters_that_are_trained_or_not_are_quantized_alike(trained):
     """Beside integers, and in layers that read what all share."""
-    model, _, params, batch, _ = toys.named("adapted")
-    found = []
+    adapted, found = toys.named("adapted"), []
     for schedule, stages, zero in (("1f1b", 1, 0), ("zb-v", 2, 3)):
-        pipe = jaxpipe.Pipeline(
-            *(model, params),
-            schedule=schedule,
-            mesh=jaxpipe.make_mesh(stage=stages, data=2),
+        pipe = toys.pipeline(
+            *("adapted", schedule, {"stage": stages, "data": 2}),
             microbatches=4,
             zero=zero,
             trainable=["head", "shared/gain", f"layers/{trained}"],
             fp8="layers/lora_*",
         )
-        loss, gradients = jax.jit(pipe.value_and_grad)(pipe.place(params), batch(16))
+        placed = pipe.place(adapted.params)
+        loss, gradients = jax.jit(pipe.value_and_grad)(placed, adapted.batch(16))
         found.append(jax.device_get((loss, pipe.unplace(gradients))))
     chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
 
@@ -170,34 +170,36 @@ def test_the_largest_and_the_smallest_floats_have_scales(dtype):
         np.testing.assert_allclose(exact, np.float64(x), rtol=0.1)
 
 
-def gathered(compute: dict) -> dict[str, int]:
-    """Bytes of layers' weights that a program gathers with each dtype, as lowered: XLA for CPUs
-    widens them."""
-    pipe = pipeline("1f1b", 3, **compute)
-    text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, toys.batch("stacked")).as_text()
-    sizes, counts = {"f32": 4, "bf16": 2, "f8E4M3FN": 1}, {}
+@pytest.mark.parametrize(
+    ("compute", "elements"),
+    [
+        ({"fp8": ()}, {"f32": 272}),
+        (
+            {"fp8": (), "compute_dtype": "bfloat16", "full_precision": "*bias"},
+            {"bf16": 256, "f32": 16},
+        ),
+        ({"compute_dtype": "bfloat16"}, {"f8E4M3FN": 256, "bf16": 16}),
+    ],
+)
+def test_weights_are_gathered_in_the_dtype_that_layers_multiply_in(compute, elements):
+    """As lowered: XLA for CPUs gathers neither bfloat16 nor 8-bit floats."""
+    pipe, found = pipeline(zero=3, **compute), collections.Counter()
+    text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, TIED.batch(16)).as_text()
     for shape, dtype in re.findall(r"all_gather.*-> tensor<((?:\d+x)+)(\w+)>", text):
-        if f"x{2 * toy.WIDTH}x" in f"x{shape}":
-            size = np.prod([int(n) for n in shape.split("x") if n])
-            counts[dtype] = counts.get(dtype, 0) + sizes[dtype] * int(size)
-    return counts
-
-
-def test_half_as_many_bytes_of_weights_are_gathered():
-    narrow = {"compute_dtype": "bfloat16"}
-    both = 2 * toy.WIDTH * 2 * toy.WIDTH  # elements of a layer's matrices
-    assert gathered(narrow | {"full_precision": "*bias", "fp8": ()})["bf16"] == 2 * both
-    assert gathered(narrow)["f8E4M3FN"] == both
+        sizes = [int(n) for n in shape.split("x") if n]
+        if 2 * toy.WIDTH in sizes:  # of a layer
+            found[dtype] += math.prod(sizes)
+    assert found == elements
 
 
 def test_full_precision_excepts_weights():
-    pipe = pipeline("1f1b", fp8="*", full_precision="*bias", compute_dtype="bfloat16")
-    weights = buffers(pipe, toys.batch("stacked"))["weights"]
+    pipe = pipeline(fp8="*", full_precision="*bias", compute_dtype="bfloat16")
+    weights = buffers(pipe, TIED.batch(16))["weights"]
     (dtypes,) = jax.tree.map(lambda leaf: leaf.dtype, weights)
     assert dtypes == {"up": "float8_e4m3fn", "down": "float8_e4m3fn", "bias": "float32"}
 
 
 def test_what_is_read_otherwise_is_refused():
-    pipe = pipeline("1f1b", fp8="*")
+    pipe = pipeline(fp8="*")
     with pytest.raises(ValueError, match="fp8 chooses layers/bias, which is read by 'add'"):
-        jax.eval_shape(pipe.value_and_grad, pipe.placed_params, toys.batch("stacked"))
+        jax.eval_shape(pipe.value_and_grad, pipe.placed_params, TIED.batch(16))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import gpu_check
 from jaxpipe.planning.devices import Device, find
 
 
+@pytest.mark.slow
 def test_its_tables_and_the_device_that_plans_read(tmp_path):
     tables = gpu_check.main(gpu_check.SMALL, tmp_path)
     assert [row["step"] for row in tables["steps"]] == [

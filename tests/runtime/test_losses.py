@@ -13,55 +13,33 @@ import mixture
 import numpy as np
 import optax
 import pytest
-import uneven
-from toys import compute_together
+import toys
+from toys import assert_close
 
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.remat import REMAT_POLICIES
 from jaxpipe.runtime.layers.split import split_layer
+from jaxpipe.runtime.measure.traced import buffers
 
 pytestmark = pytest.mark.pipeline
 
 
+MODEL, UNEVEN, BATCH = mixture.model(), toys.named("uneven"), mixture.batch(6)
+
+
 @functools.cache
-def unpipelined(head, microbatches: int, data: int):
-    """The batch, its value and its gradients; many cases share them."""
-    batch = mixture.batch(2 * microbatches * data)
-    loss = functools.partial(
-        jaxpipe.unpipelined.loss,
-        mixture.model(head),
-        num_microbatches=microbatches,
-        data_shards=data,
-    )
+def unpipelined():
+    """The batch, its value and its gradients; several tests share them."""
+    batch = mixture.batch(12)
+    loss = functools.partial(jaxpipe.unpipelined.loss, MODEL, num_microbatches=3, data_shards=2)
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return batch, *step(mixture.params(), batch)
 
 
-def pipeline(schedule, stages, data, zero, *, head=mixture.head_loss) -> jaxpipe.Pipeline:
-    return jaxpipe.Pipeline(
-        mixture.model(head),
-        mixture.params(),
-        schedule=schedule,
-        microbatches=3,
-        mesh=jaxpipe.make_mesh(stage=stages, data=data),
-        zero=zero,
-        poison=True,
-    )
-
-
-def assert_close(got, expected):
-    """An element may be off by what rounds off the largest one of its array, as in test_uneven."""
-    chex.assert_trees_all_equal_structs(got, expected)
-    chex.assert_trees_all_equal_dtypes(got, expected)
-    for (path, value), want in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
-    ):
-        scale = np.abs(want).max(initial=1e-30)
-        np.testing.assert_allclose(
-            value, want, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
-        )
+def pipeline(schedule="1f1b", sizes=toys.ON_DATA, **options) -> jaxpipe.Pipeline:
+    return toys.pipeline("mixture", schedule, sizes, microbatches=3, **options)
 
 
 def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch():
@@ -79,7 +57,7 @@ def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch():
         valid = batch["mask"] > 0
         return jnp.sum(jnp.where(valid, losses, 0)) / valid.sum(), (right & valid).sum()
 
-    model = dataclasses.replace(mixture.model(), layer=layer)
+    model = dataclasses.replace(MODEL, layer=layer)
     loss = functools.partial(jaxpipe.unpipelined.loss, model, num_microbatches=3, data_shards=2)
     (got, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(start, batch)
     (value, right), gradients = jax.jit(jax.value_and_grad(expected, has_aux=True))(start)
@@ -93,7 +71,7 @@ def test_a_weighted_loss_is_the_mean_over_all_tokens_of_the_batch():
 
 @pytest.fixture(scope="module")
 def pipe():
-    return pipeline("1f1b", 2, 2, 1)
+    return pipeline(zero=1)
 
 
 def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers(pipe):
@@ -109,7 +87,7 @@ def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers(pipe):
 
 def test_jax_grad_of_the_loss_runs_the_schedule_and_calls_compile_once(pipe):
     optimizer = optax.sgd(0.1)
-    batch, (value, metrics), gradients = unpipelined(mixture.head_loss, 3, 2)
+    batch, (value, metrics), gradients = unpipelined()
     placed = pipe.place(mixture.params())
     state = pipe.init(optimizer, placed)
 
@@ -135,13 +113,11 @@ def test_jax_grad_of_the_loss_runs_the_schedule_and_calls_compile_once(pipe):
 @pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch(together, monkeypatch):
     if together:
-        compute_together(monkeypatch)
-    pipe = uneven_pipeline()
-    start, batch = uneven.params(), uneven.batch(12)
+        toys.compute_together(monkeypatch)
+    pipe = toys.pipeline("uneven", "1f1b", toys.ON_DATA, microbatches=3, zero=2)
+    start, batch = UNEVEN.params, UNEVEN.batch(12)
     read = {name: batch[name] for name in ("x", "y")}
-    loss = functools.partial(
-        jaxpipe.unpipelined.loss, uneven.model(), num_microbatches=3, data_shards=2
-    )
+    loss = functools.partial(UNEVEN.reference, num_microbatches=3, data_shards=2)
 
     def pipelined(params, read):
         return pipe.loss(params, batch | read)
@@ -155,21 +131,9 @@ def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch(together,
     assert_close(got, jax.jit(jax.value_and_grad(expected, argnums=(0, 1)))(start, read))
 
 
-def uneven_pipeline() -> jaxpipe.Pipeline:
-    """Its embedding reads ``batch["x"]``, its head ``batch["y"]``, its layers the rest."""
-    return jaxpipe.Pipeline(
-        uneven.model(),
-        uneven.params(),
-        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=3),
-        mesh=jaxpipe.make_mesh(stage=2, data=2),
-        zero=2,
-        poison=True,
-    )
-
-
 def test_other_derivatives_are_refused_in_a_sentence():
-    pipe = pipeline("1f1b", 2, 1, 0)
-    placed, batch = pipe.layout.placed_shapes(), mixture.batch(6)
+    pipe = pipeline("1f1b", toys.STAGES)
+    placed, batch = pipe.placed_params, BATCH
 
     def loss(placed, batch):
         return pipe.loss(placed, batch)[0]
@@ -194,9 +158,16 @@ def test_other_derivatives_are_refused_in_a_sentence():
     ):
         with pytest.raises(ValueError, match=text):
             jax.eval_shape(function, placed)
-    pipe, batch = uneven_pipeline(), uneven.batch(12)
+    uneven = toys.pipeline("uneven", microbatches=2)
+    given = uneven.placed_params, UNEVEN.batch(4)
     with pytest.raises(ValueError, match=r"batch\['shift'\], which layer 0 reads; only what"):
-        jax.eval_shape(jax.grad(pipe.loss, argnums=1), pipe.layout.placed_shapes(), batch)
+        jax.eval_shape(jax.grad(uneven.loss, argnums=1), *given)
+
+
+def test_forward_mode_is_refused(pipe):
+    placed, batch = pipe.place(mixture.params()), mixture.batch(12)
+    with pytest.raises(ValueError, match=r"differentiated in forward mode, as by jax\.jvp"):
+        jax.jvp(lambda w: pipe.loss(w, batch)[0], (placed,), (placed,))
 
 
 def test_metrics_are_added_up_without_loss():
@@ -213,8 +184,8 @@ def test_metrics_are_added_up_without_loss():
 
 
 def test_updates_within_the_step_see_the_whole_weight():
-    pipe, optimizer = pipeline("1f1b-fused", 2, 2, 2), optax.sgd(0.1)
-    batch, value, gradients = unpipelined(mixture.head_loss, 3, 2)
+    pipe, optimizer = pipeline("1f1b-fused", zero=2), optax.sgd(0.1)
+    batch, value, gradients = unpipelined()
     start = mixture.params()
     placed = pipe.place(start)
     step = pipe.train_step(optimizer, update="chunk")
@@ -336,57 +307,85 @@ def test_a_layer_s_loss_enters_b_and_w(remat):
 # What is refused.
 
 
-def refused(head=mixture.head_loss, layer=mixture.layer) -> str:
-    """The error of a step, an update within it, and an asynchronous one; nothing is compiled."""
-    pipe = pipeline("1f1b", 2, 1, 0, head=head)
-    pipe.model = dataclasses.replace(pipe.model, layer=layer)
-    placed, batch, sgd = pipe.layout.placed_shapes(), mixture.batch(6), optax.sgd(0.1)
-    found = set()
-    for function, *args in (
-        (pipe.value_and_grad, placed, batch),
-        (pipe.train_step(sgd, update="chunk"), placed, pipe.optimizer_placing(sgd).placed, batch),
-        (jaxpipe.AsyncPipeline(pipe, sgd).init, placed, sgd.init(placed), batch),
-    ):
-        found.add(compilations.refusal(jax.eval_shape, function, *args))
-    (text,) = found
-    return text
+# fmt: off
+LOSSES = [  # of the head
+    (lambda x: x.mean().astype(jnp.bfloat16),
+     "Model.head_loss returns bfloat16[]; it must return a float32 scalar", ".astype(jnp.float32)"),
+    (lambda x: x.mean((1, 2)), "Model.head_loss returns float32[2]; it must"),
+    (lambda x: {"loss": x.mean()}, "Model.head_loss returns {'loss': float32[]}; it must"),
+    (lambda x: x.size, "Model.head_loss returns int32[]; it must"),
+    (lambda x: None, "Model.head_loss returns None; it must"),
+    (lambda x: (x.sum(), x.size), "beside the loss it may only return a dictionary of metrics"),
+    (lambda x: Weighted(x.sum(-1), 1.0), "`total` must be a float32 scalar"),
+    (lambda x: Weighted(x.sum(), jnp.ones(2)), "`weight` a scalar"),
+    (lambda x: (Sum(x.sum()), {}), "it must return a float32 scalar"),
+]
+OF_LAYERS = [
+    (lambda x: x.mean(-1), "Layer 0 returns WithLoss with the loss float32[2, 4]; it must be"),
+    (lambda x: (x.mean(), x.max()), "beside it there may only be a dictionary of metrics"),
+    (lambda x: (x.mean(), {"tokens": x.max()}),
+     "Layers and Model.head_loss both return a metric named 'tokens'. Give them other names"),
+]
+# fmt: on
 
 
 @pytest.mark.parametrize(
-    ("head", "text"),
+    ("function", "loss", "texts"),
     [
-        (lambda x: (x.sum(), x.size), "beside the loss it may only return a dictionary of metrics"),
-        (lambda x: Weighted(x.sum(-1), 1.0), "`total` must be a float32 scalar"),
-        (lambda x: Weighted(x.sum(), jnp.ones(2)), "`weight` a scalar"),
-        (lambda x: Weighted(x.sum(), (x > 0).sum()), "whose weight depends on parameters or"),
-        (lambda x: (Sum(x.sum()), {}), "it must return a float32 scalar"),
+        *(("head_loss", loss, texts) for loss, *texts in LOSSES),
+        *(("layer", loss, texts) for loss, *texts in OF_LAYERS),
     ],
 )
-def test_what_is_no_loss_is_refused(head, text):
-    assert text in refused(lambda outer, x, batch, rng: head(x))
+def test_what_is_no_loss_is_refused(function, loss, texts):
+    functions = {
+        "head_loss": lambda outer, x, batch, rng: loss(x),
+        "layer": lambda w, x, batch, rng: WithLoss(x, loss(x)),
+    }
+    pipe = pipeline("1f1b", toys.STAGES)
+    pipe.model = dataclasses.replace(MODEL, **{function: functions[function]})
+    found = of_steps(pipe)
+    assert compilations.refusal(jax.eval_shape, pipe.loss, pipe.placed_params, BATCH) == found
+    for text in texts:
+        assert text in found
 
 
-@pytest.mark.parametrize(
-    ("loss", "text"),
-    [
-        (lambda x: x.mean(-1), "Layer 0 returns WithLoss with the loss float32[2, 4]; it must be"),
-        (lambda x: (x.mean(), x.max()), "beside it there may only be a dictionary of metrics"),
-        (
-            lambda x: (x.mean(), {"tokens": x.max()}),
-            "Layers and Model.head_loss both return a metric named 'tokens'. Give them other names",
-        ),
-    ],
-)
-def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
-    assert text in refused(layer=lambda w, x, batch, rng: WithLoss(x, loss(x)))
+def of_steps(pipe: jaxpipe.Pipeline) -> str:
+    """The refusal by a step, by one with updates, by an asynchronous one and by a plan."""
+    placed, sgd = pipe.placed_params, optax.sgd(0.1)
+    state = pipe.optimizer_placing(sgd).placed
+    (found,) = {
+        compilations.refusal(jax.eval_shape, function, *args)
+        for function, *args in (
+            (pipe.value_and_grad, placed, BATCH),
+            (pipe.train_step(sgd, update="chunk"), placed, state, BATCH),
+            (jaxpipe.AsyncPipeline(pipe, sgd).init, placed, state, BATCH),
+            (functools.partial(buffers, pipe, BATCH),),
+        )
+    }
+    return found
+
+
+def test_the_weight_of_a_loss_depends_on_the_batch_alone():
+    pipe = pipeline("1f1b", toys.STAGES)
+    pipe.model = dataclasses.replace(
+        MODEL, head_loss=lambda outer, x, batch, rng: Weighted(x.sum(), (x > 0).sum())
+    )
+    assert "whose weight depends on parameters or" in of_steps(pipe)
+
+
+@pytest.mark.parametrize("loss", [2.0, np.float32(2)])
+def test_a_loss_that_is_a_number_is_a_loss(loss):
+    pipe = pipeline("1f1b", toys.STAGES)
+    pipe.model = dataclasses.replace(MODEL, head_loss=lambda *_: loss)
+    (value, _), _ = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, BATCH)
+    assert value == jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def test_layers_with_losses_have_the_same_metrics():
     layers = [lambda w, x, *_: WithLoss(x, x.mean())] * len(mixture.DIFFERENT)
     layers[3] = lambda w, x, *_: WithLoss(x, (x.mean(), {"peak": x.max()}))
-    model = dataclasses.replace(mixture.model(differ=True), layer=tuple(layers))
-    given = {"schedule": "1f1b", "mesh": jaxpipe.make_mesh(stage=2)}
-    pipe = jaxpipe.Pipeline(model, mixture.params(differ=True), **given)
+    pipe = toys.pipeline("mixture tuple")
+    pipe.model = dataclasses.replace(pipe.model, layer=tuple(layers))
     text = compilations.refusal(
         jax.eval_shape, pipe.value_and_grad, pipe.placed_params, mixture.batch(8)
     )

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 import toy
-import uneven
+import toys
+from compilations import refusal
 from covering import some
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -36,16 +37,6 @@ def model(axis):
     return dataclasses.replace(toy.model(tied=False, axis=axis), output=output)
 
 
-@functools.cache
-def unpipelined(microbatches, data):
-    """Outputs of the rows of a batch, with dropout."""
-    function = functools.partial(
-        jaxpipe.unpipelined.outputs, model(None), num_microbatches=microbatches, data_shards=data
-    )
-    start, batch = toy.params(tied=False, num_layers=5), toy.batch(2 * microbatches * data)
-    return batch, jax.jit(function)(start, batch, jax.random.key(3))
-
-
 @pytest.mark.parametrize(
     ("schedule", "stages", "data", "zero", "axis"),
     some(
@@ -57,17 +48,22 @@ def unpipelined(microbatches, data):
     ),
 )
 def test_outputs_are_those_of_the_unpipelined_model_row_by_row(schedule, stages, data, zero, axis):
+    """With dropout."""
+    params, batch, rng = toys.named("untied").params, toy.batch(6 * data), jax.random.key(3)
     pipe = jaxpipe.Pipeline(
         model(axis),
-        toy.params(tied=False, num_layers=5),
-        schedule=jaxpipe.schedules.build(schedule, stages=stages, microbatches=3),
+        params,
+        schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        microbatches=3,
         zero=zero,
         poison=True,
     )
-    batch, expected = unpipelined(3, data)
-    placed = pipe.place(toy.params(tied=False, num_layers=5))
-    got = jax.jit(pipe.outputs)(placed, batch, jax.random.key(3))
+    got = jax.jit(pipe.outputs)(pipe.place(params), batch, rng)
+    reference = functools.partial(
+        jaxpipe.unpipelined.outputs, model(None), num_microbatches=3, data_shards=data
+    )
+    expected = jax.jit(reference)(params, batch, rng)
     np.testing.assert_array_equal(got["first"], batch["tokens"][:, 0])
     chex.assert_trees_all_equal_dtypes(got, expected)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -77,22 +73,13 @@ def test_outputs_are_those_of_the_unpipelined_model_row_by_row(schedule, stages,
 
 
 def test_without_a_function_outputs_are_the_last_activation():
-    pipe = jaxpipe.Pipeline(
-        uneven.model(stateful=True),
-        uneven.params(),
-        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
-        mesh=jaxpipe.make_mesh(stage=2, data=2),
-        states=uneven.states(),
-    )
-    batch, placed = uneven.batch(8), pipe.place(uneven.params())
-    got = jax.jit(pipe.outputs)(placed, batch, states=pipe.place_states(uneven.states()))
+    """Of layers that differ and keep a state."""
+    _, _, params, batch, given = toys.named("stateful")
+    pipe = toys.pipeline("stateful", "1f1b", toys.ON_DATA, microbatches=2)
+    states = pipe.place_states(given["states"])
+    got = jax.jit(pipe.outputs)(pipe.place(params), batch(8), states=states)
     expected = jaxpipe.unpipelined.outputs(
-        pipe.model,
-        uneven.params(),
-        batch,
-        num_microbatches=2,
-        data_shards=2,
-        states=uneven.states(),
+        pipe.model, params, batch(8), num_microbatches=2, data_shards=2, **given
     )
     assert got.keys() == {"main", "kept"}
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -103,27 +90,16 @@ def test_without_a_function_outputs_are_the_last_activation():
     [(lambda x: x.mean(), "float32[]"), (lambda x: {"x": x[1:]}, "{'x': float32[1, 5, 8]}")],
 )
 def test_what_does_not_begin_with_rows_is_refused(output, found):
-    pipe = small(dataclasses.replace(model(None), output=lambda outer, x, batch, rng: output(x)))
-    with pytest.raises(ValueError, match="arrays whose first dimension is the 2 rows") as error:
-        jax.eval_shape(pipe.outputs, pipe.layout.placed_shapes(), toy.batch(4))
-    assert str(error.value).startswith(f"Model.output returns {found}; ")
+    pipe = toys.pipeline("ends", microbatches=2)
+    pipe.model = dataclasses.replace(model(None), output=lambda outer, x, *_: output(x))
+    text = refusal(jax.eval_shape, pipe.outputs, pipe.placed_params, toy.batch(4))
+    assert text.startswith(f"Model.output returns {found}; ")
+    assert "arrays whose first dimension is the 2 rows" in text
 
 
 def test_a_derivative_of_outputs_is_refused():
-    pipe = small(model(None))
-
-    def largest(placed):
-        return pipe.outputs(placed, toy.batch(4))["logits"].max()
-
-    with pytest.raises(ValueError, match="it only runs forward") as error:
-        jax.eval_shape(jax.grad(largest), pipe.layout.placed_shapes())
-    assert "differentiate `Pipeline.loss`" in str(error.value)
-
-
-def small(of: jaxpipe.Model) -> jaxpipe.Pipeline:
-    return jaxpipe.Pipeline(
-        of,
-        toy.params(tied=False, num_layers=2),
-        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2),
-        mesh=jaxpipe.make_mesh(stage=2),
-    )
+    pipe = toys.pipeline("ends", microbatches=2)
+    largest = jax.grad(lambda placed: pipe.outputs(placed, toy.batch(4)).max())
+    text = refusal(jax.eval_shape, largest, pipe.placed_params)
+    assert "it only runs forward" in text
+    assert "differentiate `Pipeline.loss`" in text

@@ -1,7 +1,4 @@
-"""The small models of these tests by name, each with what it is compared with, and that comparison.
-
-Their layers are stacked (or unrolled, as the weights are placed) or in a tuple.
-"""
+"""The small models of these tests by name, their pipelines, and what those are compared with."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import adapted
+import chex
 import jax
 import jax.numpy as jnp
 import mixture
@@ -23,7 +21,9 @@ import jaxpipe
 from jaxpipe.runtime.tables import Tables
 from jaxpipe.testing import assert_matches_unpipelined
 
-LAYOUTS = ("stacked", "unrolled", "tuple")
+LAYOUTS = ("tied", "unrolled", "uneven")
+"""Toys whose layers lie in stacks, in an array each, and in a tuple."""
+STAGES, ON_DATA = {"stage": 2}, {"stage": 2, "data": 2}
 NAMES = (
     *("tied", "untied", "ends", "uneven", "stateful", "adapted", "adapted tuple"),
     *("mixture", "mixture mean", "mixture tuple", "mixture stateful"),
@@ -46,8 +46,9 @@ def named(name: str, num_layers: int = 9) -> Toy:
     """A toy; many tests share its reference and so one compiled program."""
     kind, *rest = name.split()
     differ, options = rest[:1] in (["tuple"], ["stateful"]) or kind in ("uneven", "stateful"), {}
-    if kind in ("tied", "untied", "ends"):
-        tied = kind == "tied"
+    if kind in ("tied", "unrolled", "untied", "ends"):
+        tied = kind in ("tied", "unrolled")
+        options = {"weights": "unrolled"} if kind == "unrolled" else {}
         whole = toy.model(tied=tied, axis=None)
         model = whole if kind == "ends" else toy.model(tied=tied, axis="stage")
         params, batch = toy.params(tied=tied, num_layers=num_layers), toy.batch
@@ -74,6 +75,20 @@ def named(name: str, num_layers: int = 9) -> Toy:
     return Toy(model, functools.partial(jaxpipe.unpipelined.loss, whole), params, batch, options)
 
 
+def mesh(name: str, sizes: dict[str, int]) -> jax.sharding.Mesh:
+    """A mesh of these sizes; two devices share a toy that is split."""
+    return jaxpipe.make_mesh(**({"tensor": 2} if name.startswith("split") else {}) | sizes)
+
+
+def pipeline(
+    name: str, schedule="1f1b", sizes: dict[str, int] = STAGES, *, num_layers: int = 9, **options
+) -> jaxpipe.Pipeline:
+    """A pipeline of a toy on a mesh of these sizes."""
+    toy = named(name, num_layers)
+    given = {"schedule": schedule, "mesh": mesh(name, sizes), "poison": True}
+    return jaxpipe.Pipeline(toy.model, toy.params, **given | toy.options | options)
+
+
 def check(
     name: str,
     schedule: str,
@@ -88,38 +103,32 @@ def check(
 
     With a key, layers drop out.
     """
-    model, reference, params, batch, given = named(name, num_layers)
-    if name.startswith("split"):
-        sizes = sizes | {"tensor": 2}
+    toy = named(name, num_layers)
     (pipe,) = assert_matches_unpipelined(
-        model,
-        params,
-        batch(2 * sizes.get("data", 1) * microbatches),
+        toy.model,
+        toy.params,
+        toy.batch(2 * sizes.get("data", 1) * microbatches),
         schedules=[schedule],
-        meshes=[jaxpipe.make_mesh(**sizes)],
-        microbatches=microbatches,
+        meshes=[mesh(name, sizes)],
         rng=jax.random.key(7) if keyed else None,
-        reference=reference,
-        **given,
-        **options,
+        reference=toy.reference,
+        microbatches=microbatches,
+        **toy.options | options,
     )
     return pipe
 
 
-def params(layout: str) -> dict:
-    return named("uneven" if layout == "tuple" else "tied", 5).params
-
-
-def batch(layout: str) -> dict:
-    return named("uneven" if layout == "tuple" else "tied", 5).batch(16)
-
-
-def pipeline(schedule: str, layout: str, zero: int, **options) -> jaxpipe.Pipeline:
-    """A pipeline of the uneven toy or the tied one, by how the layers lie."""
-    weights = "unrolled" if layout == "unrolled" else "stacked"
-    given = {"schedule": schedule, "zero": zero, "weights": weights, "poison": True, **options}
-    model = named("uneven" if layout == "tuple" else "tied", 5).model
-    return jaxpipe.Pipeline(model, params(layout), **given)
+def assert_close(got, expected):
+    """An element may be off by what rounds off the largest one of its array."""
+    chex.assert_trees_all_equal_structs(got, expected)
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    for (path, value), want in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
+        scale = np.abs(want).max(initial=1e-30)
+        np.testing.assert_allclose(
+            value, want, rtol=0, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def compute_together(monkeypatch) -> None:
