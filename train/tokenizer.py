@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.progress import Progress
@@ -51,7 +51,7 @@ def train_tokenizer(
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Sequence[str], *, end: str, progress: Progress, label: str
+    tokenizer: Tokenizer, texts: Sequence[str], *, end: str, advance: Callable[[int], object]
 ) -> np.ndarray:
     """Encodes documents one after the other, each followed by the token that ends it.
 
@@ -60,19 +60,17 @@ def encode(
         document.
       texts: documents to encode.
       end: the token after every document, unless the tokenizer adds it.
-      progress: gets a bar over the documents.
-      label: name of that bar.
+      advance: told how many further documents are done.
 
     Returns:
       Tokens ``[num_tokens]``, uint32.
     """
     last = [tokenizer.token_to_id(end)]
     pieces: list[np.ndarray] = []
-    bar = progress.add_task(label, total=len(texts))
     for start in range(0, len(texts), _ENCODE_GROUP):
         group = texts[start : start + _ENCODE_GROUP]
         for encoding in tokenizer.encode_batch_fast(list(group)):
             ids = encoding.ids
             pieces.append(np.array(ids if ids[-1:] == last else ids + last, np.uint32))
-        progress.advance(bar, len(group))
+        advance(len(group))
     return np.concatenate(pieces)

@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_old_data_and_exits_with_2(options, monkeypatch, 
     prepare(options)
     old = _content(options.out)
 
-    def fail(path, tokens, *, vocab_size):
+    def fail(path, tokens, **options):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
@@ -160,7 +160,7 @@ def test_a_killed_run_leaves_no_half_data(options):
 import os, signal, sys
 from pathlib import Path
 from train.prepare import __main__, text
-def die(path, tokens, *, vocab_size):
+def die(path, tokens, **options):
     path.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
 text.write_tokens = die

@@ -137,18 +137,21 @@ class TokenFile:
 Tokens = np.ndarray | TokenFile
 
 
-def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int) -> None:
-    """Writes a token file and waits until it is on disk.
+def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int, append: bool = False) -> None:
+    """Writes a token file, or further tokens of one, and waits until they are on disk.
 
     Args:
       path: file to write.
       tokens: integers ``[num_tokens]``, each below ``vocab_size``.
       vocab_size: determines the width of a token: 2 bytes up to 65536, else 4.
+      append: whether to keep the tokens that the file holds.
     """
     assert tokens.size == 0 or int(tokens.max()) < vocab_size
     dtype = _DTYPES[2 if vocab_size <= 1 << 16 else 4]
-    with path.open("wb") as file:
-        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, len(tokens)))
+    count = len(read_tokens(path)) if append else 0
+    with path.open("r+b" if append else "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, count + len(tokens)))
+        file.seek(count * dtype.itemsize, os.SEEK_CUR)
         file.write(tokens.astype(dtype).tobytes())
         file.flush()
         os.fsync(file.fileno())

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from train.data import tokenizer_files
@@ -144,22 +143,20 @@ def laid_out(template: ChatTemplate, line: str) -> list[Document]:
 
 
 def encode(
-    tokenizer: Tokenizer, documents: Sequence[Document], *, progress: Progress, label: str
+    tokenizer: Tokenizer, documents: Sequence[Document], *, advance: Callable[[int], object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Encodes documents one after the other, with the special tokens that the template writes.
 
     Args:
       tokenizer: the tokenizer.
       documents: at least one.
-      progress: gets a bar over the documents.
-      label: name of that bar.
+      advance: told how many further documents are done.
 
     Returns:
       Tokens and their roles, uint32 ``[num_tokens]`` each.
     """
     tokenizer.encode_special_tokens = False
     tokens, roles = [], []
-    bar = progress.add_task(label, total=len(documents))
     for start in range(0, len(documents), _GROUP):
         group = documents[start : start + _GROUP]
         texts = [document.text for document in group]
@@ -173,5 +170,5 @@ def encode(
             role[0] = BEGIN
             tokens.append(np.array(encoding.ids, np.uint32))
             roles.append(role)
-        progress.advance(bar, len(group))
+        advance(len(group))
     return np.concatenate(tokens), np.concatenate(roles)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
+import math
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +40,11 @@ from train.data.text import (
     write_tokens,
 )
 from train.data.tokenizer_files import Known
-from train.prepare import conversations, folders
+from train.prepare import conversations, folders, rows
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
 _VOCAB_SIZE = 2048
+_MOST_BYTES = 12e6
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
 _BESIDE = frozenset([*map(record_of, ROLE_FILES), *ROLE_FILES.values(), *tokenizer_files.FILES])
 """Files that a run, conversations, or an existing tokenizer keep beside them."""
@@ -60,18 +64,31 @@ class PrepareOptions(folders.DataOptions):
     """In place of text: a file with a line of JSON for each conversation, {"messages": [{"role":
     "user", "content": "..."}, ...]}, for the chat template of --tokenizer. Only the assistant's
     messages are predicted."""
+    rows: Path | None = None
+    """In place of text: a Parquet or JSON Lines file with a text in every row, or a folder of such
+    files, of any size. A tokenizer that is learned reads the first 64 MB."""
+    column: str = "text"
+    """The column of --rows that holds the texts."""
     vocab_size: int | None = None
     """Tokens the tokenizer may learn, at least 257; by default 2048."""
     tokenizer: Path | None = None
     """Folder whose tokenizer to use as it is: a Hugging Face folder or other prepared text; by
     default one is learned from the text."""
-    max_megabytes: float = 12.0
-    """Most text to use, in 10^6 bytes; files left out are reported."""
+    max_megabytes: float | None = None
+    """Most text to use, in 10^6 bytes; what is left out is reported. By default 12, and all rows of
+    --rows."""
 
     @property
     def source(self) -> Path | None:
-        """The folder of text or the file of conversations; None for the standard library."""
-        return self.conversations or self.text
+        """The text, rows or conversations; None for the standard library."""
+        return self.conversations or self.rows or self.text
+
+    @property
+    def most_bytes(self) -> float:
+        """Most bytes of text to use."""
+        if self.max_megabytes is None:
+            return math.inf if self.rows is not None else _MOST_BYTES
+        return self.max_megabytes * 1e6
 
     @property
     def learned_size(self) -> int:
@@ -89,7 +106,8 @@ class PrepareOptions(folders.DataOptions):
             "vocab_size": self.learned_size if own is None else None,
             "tokenizer": own,
             "heldout_fraction": self.heldout_fraction,
-            "max_megabytes": self.max_megabytes,
+            "max_megabytes": None if math.isinf(self.most_bytes) else self.most_bytes / 1e6,
+            "column": None if self.rows is None else self.column,
         }
 
 
@@ -129,41 +147,74 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         check_whole=_check_whole,
         console=console,
     )
-    documents, skipped = collect_documents(options)
-    digest = folders.digest(part for d in documents for part in (d.name, d.text))
+    skipped: Counter[str] = Counter()
+    groups: Iterator[list[Document]]
+    if options.rows is not None:
+        sizes = ((file.name, str(file.stat().st_size)) for file in rows.find_files(options.rows))
+        digest = folders.digest(itertools.chain.from_iterable(sizes))
+        read = rows.groups(options.rows, options.column, options.most_bytes, skipped)
+        groups = ([Document(*row) for row in group] for group in read)
+    else:
+        documents, skipped = collect_documents(options)
+        digest = folders.digest(part for d in documents for part in (d.name, d.text))
+        groups = iter([documents])
     if existing is not None:
         folders.say_prepared(console, options.out, "documents", existing.documents_sha256 != digest)
         return existing
-    train, heldout = split_documents(documents, heldout_fraction=options.heldout_fraction)
-    megabytes = _num_bytes(documents) / 1e6
-    folders.say(console, f"{len(documents)} documents, {megabytes:.2f} MB of text")
+    meta = _write(options, groups, digest, console)
     for reason, count in sorted(skipped.items()):
-        folders.say(console, f"files left out ({reason}): {count}")
-    with folders.progress_bar(console) as progress:
-        files, known = _tokenizer(options, [d.text for d in train], progress)
-        sides = {
-            TRAIN_FILE: _encode(options, known, train, progress, label="encode train"),
-            HELDOUT_FILE: _encode(options, known, heldout, progress, label="encode held-out"),
-        }
-    meta = DataMeta(
-        vocab_size=max(known.tokenizer.get_vocab().values()) + 1,
-        tokenizer_sha256=hashlib.sha256(files[TOKENIZER_FILE]).hexdigest(),
-        documents_sha256=digest,
-        train=_size(train, *sides[TRAIN_FILE]),
-        heldout=_size(heldout, *sides[HELDOUT_FILE]),
-        settings=options.settings(),
-        end_of_text=known.end_of_text,
-        token_ids=known.token_ids,
-        conversations=options.conversations is not None,
-    )
-    _write(options.out, files, sides, meta)
+        what = "files" if options.rows is None else "rows"
+        folders.say(console, f"{what} left out ({reason}): {count}")
     is_full = options.tokenizer is not None or meta.vocab_size == options.learned_size
     fewer = "" if is_full else " (too little text for more)"
+    count = meta.train.documents + meta.heldout.documents
+    megabytes = (meta.train.bytes + meta.heldout.bytes) / 1e6
     folders.say(
         console,
-        f"{options.out}: {meta.train.tokens} train and {meta.heldout.tokens} held-out tokens, "
-        f"vocabulary {meta.vocab_size}{fewer}",
+        f"{options.out}: {count} documents, {megabytes:.2f} MB of text, {meta.train.tokens} train "
+        f"and {meta.heldout.tokens} held-out tokens, vocabulary {meta.vocab_size}{fewer}",
     )
+    return meta
+
+
+def _write(
+    options: PrepareOptions, groups: Iterator[list[Document]], digest: str, console: Console
+) -> DataMeta:
+    """Writes the folder group by group; a tokenizer is learned from the first."""
+    sizes = {name: SplitMeta(0, 0, 0) for name in ROLE_FILES}
+    with folders.appearing(options.out) as folder, folders.progress_bar(console) as progress:
+        bar = progress.add_task("encode", total=0)
+        known = None
+        for group in groups:
+            sides = split_documents(group, heldout_fraction=options.heldout_fraction)
+            if known is None:
+                files, known = _tokenizer(options, [d.text for d in sides[0]], progress)
+                vocab_size = max(known.tokenizer.get_vocab().values()) + 1
+            progress.update(bar, total=sum(size.documents for size in sizes.values()) + len(group))
+            for name, documents in zip(sizes, sides, strict=True):
+                append = sizes[name].documents > 0
+                tokens, roles = _encode(options, known, documents, partial(progress.advance, bar))
+                write_tokens(folder / name, tokens, vocab_size=vocab_size, append=append)
+                if roles is not None:
+                    file = folder / ROLE_FILES[name]
+                    write_tokens(file, roles, vocab_size=BEGIN + 1, append=append)
+                sizes[name] = _size(sizes[name], documents, tokens, roles)
+        if known is None:
+            raise ValueError(f"--rows={options.rows} holds no text.")
+        for name, content in files.items():
+            folders.write_bytes(folder / name, content)
+        meta = DataMeta(
+            vocab_size=vocab_size,
+            tokenizer_sha256=hashlib.sha256(files[TOKENIZER_FILE]).hexdigest(),
+            documents_sha256=digest,
+            train=sizes[TRAIN_FILE],
+            heldout=sizes[HELDOUT_FILE],
+            settings=options.settings(),
+            end_of_text=known.end_of_text,
+            token_ids=known.token_ids,
+            conversations=options.conversations is not None,
+        )
+        folders.write_meta(folder, KIND, meta)
     return meta
 
 
@@ -181,35 +232,16 @@ def _tokenizer(
     return {TOKENIZER_FILE: learned.to_str().encode()}, known
 
 
-def _write(
-    out: Path,
-    files: Mapping[str, bytes],
-    sides: Mapping[str, tuple[np.ndarray, np.ndarray | None]],
-    meta: DataMeta,
-) -> None:
-    with folders.appearing(out) as folder:
-        for name, content in files.items():
-            folders.write_bytes(folder / name, content)
-        for name, (tokens, roles) in sides.items():
-            write_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
-            if roles is not None:
-                write_tokens(folder / ROLE_FILES[name], roles, vocab_size=BEGIN + 1)
-        folders.write_meta(folder, KIND, meta)
-
-
 def _encode(
     options: PrepareOptions,
     known: Known,
     documents: Sequence[Document],
-    progress: Progress,
-    *,
-    label: str,
+    advance: Callable[[int], object],
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the tokens of documents and, of conversations, their roles."""
-    bar: dict[str, Any] = {"progress": progress, "label": label}
     if options.conversations is None:
         texts = [document.text for document in documents]
-        return encode(known.tokenizer, texts, end=known.end_of_text, **bar), None
+        return encode(known.tokenizer, texts, end=known.end_of_text, advance=advance), None
     assert options.tokenizer is not None
     template = conversations.ChatTemplate(options.tokenizer)
     laid_out = []
@@ -219,7 +251,7 @@ def _encode(
         except ValueError as error:
             where = f"--conversations={options.conversations}: {document.name}"
             raise ValueError(f"{where}: {error}.") from error
-    return conversations.encode(known.tokenizer, laid_out, **bar)
+    return conversations.encode(known.tokenizer, laid_out, advance=advance)
 
 
 def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:
@@ -241,7 +273,7 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
         lines = conversations.read(options.conversations)
         return [Document(f"line {number}", line) for number, line in lines.items()], Counter()
     root = Path(sysconfig.get_path("stdlib")) if options.text is None else options.text
-    limit = options.max_megabytes * 1e6
+    limit = options.most_bytes
     skipped: Counter[str] = Counter()
     documents: list[Document] = []
     used = 0
@@ -270,7 +302,7 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
         )
         raise ValueError(
             f"--text={root}: no text files found ({reasons or 'the folder holds no files'}). Name "
-            f"a folder with UTF-8 text files, or raise --max-megabytes={options.max_megabytes:g}."
+            f"a folder with UTF-8 text files, or raise --max-megabytes={limit / 1e6:g}."
         )
     return sorted(documents, key=lambda document: document.name), skipped
 
@@ -306,17 +338,23 @@ def split_documents(
 
 def _check_options(options: PrepareOptions) -> None:
     problems = options.problems()
-    if options.conversations is not None:
-        if options.text is not None:
-            problems.append(
-                f"--conversations={options.conversations} and --text={options.text} are two "
-                "sources. Leave one of them out, and train on two folders with data.mix."
-            )
-        if options.tokenizer is None:
-            problems.append(
-                f"--conversations={options.conversations} needs the chat template of a tokenizer. "
-                "Name its folder with --tokenizer."
-            )
+    sources = {"conversations": options.conversations, "rows": options.rows, "text": options.text}
+    given = [f"--{name}={path}" for name, path in sources.items() if path is not None]
+    if len(given) > 1:
+        problems.append(
+            f"{' and '.join(given)} are {len(given)} sources. Leave all but one of them out, and "
+            "train on several folders with data.mix."
+        )
+    if options.conversations is not None and options.tokenizer is None:
+        problems.append(
+            f"--conversations={options.conversations} needs the chat template of a tokenizer. "
+            "Name its folder with --tokenizer."
+        )
+    if options.rows is not None and not rows.find_files(options.rows):
+        problems.append(
+            f"--rows={options.rows} is neither a file nor a folder with files that end in "
+            f"{' or '.join(rows.ENDINGS)}."
+        )
     if options.tokenizer is not None and options.vocab_size is not None:
         problems.append(
             f"--vocab-size={options.vocab_size} has no effect with --tokenizer="
@@ -334,7 +372,7 @@ def _check_options(options: PrepareOptions) -> None:
                 conversations.ChatTemplate(options.tokenizer)
         except ValueError as error:
             problems.append(str(error))
-    if not options.max_megabytes > 0:
+    if not options.most_bytes > 0:
         problems.append(
             f"--max-megabytes={options.max_megabytes:g} must be positive, for example 12."
         )
@@ -388,11 +426,11 @@ def _cut(document: Document, heldout_fraction: float) -> tuple[list[Document], l
     return [Document(document.name, text[:cut])], [Document(document.name, text[cut:])]
 
 
-def _size(documents: Sequence[Document], tokens: np.ndarray, roles: np.ndarray | None) -> SplitMeta:
+def _size(
+    before: SplitMeta, documents: Sequence[Document], tokens: np.ndarray, roles: np.ndarray | None
+) -> SplitMeta:
+    """Adds a group's documents to the size of a side."""
     # A conversation may be several documents.
     count = len(documents) if roles is None else int((roles == BEGIN).sum())
-    return SplitMeta(documents=count, bytes=_num_bytes(documents), tokens=len(tokens))
-
-
-def _num_bytes(documents: Sequence[Document]) -> int:
-    return sum(len(document.text.encode()) for document in documents)
+    size = sum(len(document.text.encode()) for document in documents)
+    return SplitMeta(before.documents + count, before.bytes + size, before.tokens + len(tokens))
