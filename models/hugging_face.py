@@ -181,10 +181,8 @@ def save(
         a model that keeps states without them, token ids outside the vocabulary, or a folder that
         holds an adapter, with which the library would read another model.
     """
-    fitting = [(name, family) for name, family in FAMILIES.items() if family.holds(config)]
-    if not fitting:
-        raise ValueError(f"{config} is none of {', '.join(FAMILIES)} in the transformers library.")
-    ((model_type, family),) = fitting
+    model_type = _model_type(config)
+    family = FAMILIES[model_type]
     if family.init_state is not None and state is None:
         raise ValueError(f"The layers of a {model_type} keep states: pass state.")
     folder = Path(folder)
@@ -205,6 +203,22 @@ def save(
         library().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         replace_model(folder, partial)
+
+
+def _model_type(config: Config) -> str:
+    """Finds the family of a config; raises ValueError if it is of none."""
+    of_kind = {name: family for name, family in FAMILIES.items() if isinstance(config, family.kind)}
+    if not of_kind:
+        raise ValueError(f"config is a {type(config).__name__}, of which the library has no model.")
+    misfits = {name: family.misfits(config) for name, family in of_kind.items()}
+    nearest = min(misfits, key=lambda name: len(misfits[name]))
+    if misfits[nearest]:
+        found = ", ".join(f"{field}={getattr(config, field)!r}" for field in misfits[nearest])
+        raise ValueError(
+            f"The config is none of {', '.join(of_kind)} in the transformers library. The nearest, "
+            f"{nearest}, has no models with {found}."
+        )
+    return nearest
 
 
 def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndarray]:

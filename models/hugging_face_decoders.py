@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from models import gpt, hugging_face_rope
 from models.gpt_config import GPTConfig
-from models.hugging_face_family import Family
+from models.hugging_face_family import Family, unlike
 from models.hugging_face_fields import Fields, TokenIds
 
 _COMMON = {
@@ -30,7 +30,7 @@ _COMMON = {
 }
 _RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
 """Properties with the values that None stands for."""
-_OF_TRAINING = {"dropout", "dtype", "z_loss"}
+OF_TRAINING = {"dropout", "dtype", "z_loss"}
 """Fields that ``config.json`` does not keep."""
 
 
@@ -59,22 +59,14 @@ class Decoder:
     alternates: int | None = None
     two_thetas: bool = False
 
-    def holds(self, config: Any) -> bool:
-        """Says whether a config of ours is of this family."""
-        if not isinstance(config, GPTConfig):
-            return False
-        free = {*_COMMON, *hugging_face_rope.OURS, *self.fields, *_OF_TRAINING}
+    def misfits(self, config: GPTConfig) -> list[str]:
+        """Names the fields of a config of ours that no model of this family has so."""
+        free = {*_COMMON, *hugging_face_rope.OURS, *self.fields, *OF_TRAINING}
         free |= {"global_every"} if self.alternates else set()
         free |= {"local_rope_theta"} if self.two_thetas else set()
-        return (
-            all(getattr(config, name) is not None for name in self.needed)
-            and hugging_face_rope.holds(config, two_thetas=self.two_thetas)
-            and all(
-                getattr(config, field.name) == self.fixed.get(field.name, field.default)
-                for field in dataclasses.fields(config)
-                if field.name not in free
-            )
-        )
+        missing = [name for name in self.needed if getattr(config, name) is None]
+        rope = hugging_face_rope.misfits(config, two_thetas=self.two_thetas)
+        return [*missing, *rope, *unlike(config, beside(free, self.fixed))]
 
     def read(self, fields: Fields, names: set[str]) -> GPTConfig:
         """Makes our config from theirs."""
@@ -114,6 +106,15 @@ class Decoder:
         required = {name: values[0] for name, values in self.required.items()}
         rope = hugging_face_rope.write(config, two_thetas=self.two_thetas)
         return {"architectures": [self.name], **written, **required, **rope}
+
+
+def beside(free: Collection[str], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists the fields of `GPTConfig` that are not free, as they are fixed or by default."""
+    return {
+        field.name: fixed.get(field.name, field.default)
+        for field in dataclasses.fields(GPTConfig)
+        if field.name not in free
+    }
 
 
 _LAYER_TYPES = {False: "full_attention", True: "sliding_attention"}
@@ -210,7 +211,8 @@ def family(decoder: Decoder, modules: Modules, **options: Any) -> Family:
     }
     outer = {"embed/table": "model.embed_tokens", "head/norm": "model.norm"}
     return Family(
-        holds=decoder.holds,
+        kind=GPTConfig,
+        misfits=decoder.misfits,
         read=decoder.read,
         write=decoder.write,
         modules=lambda config: {**outer, "head/table": "lm_head", **of_layer},

@@ -76,8 +76,9 @@ def _write(config: GPTConfig) -> dict[str, Any]:
     return written | {"first_k_dense_replace": config.dense_layers or 0}
 
 
-def _holds(config: Any) -> bool:
-    return _DECODER.holds(config) and config.shared_width % config.expert_hidden_width == 0
+def _misfits(config: GPTConfig) -> list[str]:
+    found, shared = _DECODER.misfits(config), config.shared_width
+    return ["shared_width"] if not found and shared % config.expert_hidden_width else found
 
 
 def _modules(config: GPTConfig) -> Modules:
@@ -96,6 +97,6 @@ _FAMILY = family(
     joined=((".mlp.gate.e_score_correction_bias", (".mlp.gate.bias",)),),
 )
 DEEPSEEK: Family = dataclasses.replace(
-    _FAMILY, read=_read, write=_write, holds=_holds, modules=_modules
+    _FAMILY, read=_read, write=_write, misfits=_misfits, modules=_modules
 )
 """The family."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from models import bert, gpt, resnet
+from models import bert, gpt, hugging_face_rope, resnet
 from models.bert import BERTConfig
 from models.gpt import GPTConfig
-from models.hugging_face_decoders import DECODERS
+from models.hugging_face_decoders import DECODERS, OF_TRAINING, beside
 from models.hugging_face_deepseek import DEEPSEEK
-from models.hugging_face_family import Family
+from models.hugging_face_family import Family, unlike
 from models.hugging_face_fields import Fields, TokenIds
 from models.resnet import ResNetConfig
 
@@ -56,6 +56,19 @@ def _write_gpt2(config: GPTConfig) -> dict[str, Any]:
         "attn_pdrop": 0.0,
         "layer_norm_epsilon": config.norm_epsilon,
     }
+
+
+_GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True}
+_GPT2_FREE = {
+    *("vocab_size", "sequence_length", "num_layers", "width", "mlp_width", "norm_epsilon"),
+    *("num_heads", "num_kv_heads", "head_size", "local_rope_theta"),
+    *(*hugging_face_rope.OURS, *OF_TRAINING),
+}
+
+
+def _gpt2_misfits(config: GPTConfig) -> list[str]:
+    heads = {"kv_heads": config.num_heads, "head_width": config.width // config.num_heads}
+    return unlike(config, beside(_GPT2_FREE, _GPT2) | heads)
 
 
 def _gpt2_modules(config) -> dict[str, str | tuple[str, ...]]:
@@ -194,13 +207,8 @@ def _resnet_modules(config) -> dict[str, str | tuple[str, ...]]:
 
 FAMILIES = {
     "gpt2": Family(
-        holds=lambda config: (
-            isinstance(config, GPTConfig)
-            and (config.positions, config.norm, config.activation) == ("learned", "layer", "gelu")
-            and config.bias
-            and config.kv_heads == config.num_heads
-            and config.tied
-        ),
+        kind=GPTConfig,
+        misfits=_gpt2_misfits,
         read=_read_gpt2,
         write=_write_gpt2,
         modules=_gpt2_modules,
@@ -213,7 +221,8 @@ FAMILIES = {
     **DECODERS,
     "deepseek_v3": DEEPSEEK,
     "bert": Family(
-        holds=lambda config: isinstance(config, BERTConfig),
+        kind=BERTConfig,
+        misfits=lambda config: [],
         read=_read_bert,
         write=_write_bert,
         modules=_bert_modules,
@@ -223,10 +232,8 @@ FAMILIES = {
         token_ids=TokenIds(pad=0),
     ),
     "resnet": Family(
-        holds=lambda config: (
-            isinstance(config, ResNetConfig)
-            and (config.style, config.norm) == ("imagenet", "batch")
-        ),
+        kind=ResNetConfig,
+        misfits=lambda config: unlike(config, {"style": "imagenet", "norm": "batch"}),
         read=_read_resnet,
         write=_write_resnet,
         modules=_resnet_modules,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ class Family:
     """One architecture.
 
     Args:
-      holds: whether a config of ours is of this family.
+      kind: class of its configs here.
+      misfits: names the fields of a config of this class that no model of the family has so.
       read: makes our config from the fields of ``config.json`` and the names of all tensors.
       write: makes the fields of ``config.json`` from our config.
       modules: their module (or table) by the path of ours; "{}" stands for the number of the layer,
@@ -37,7 +38,8 @@ class Family:
       token_ids: ids of the library where ``config.json`` has none; None for a model without tokens.
     """
 
-    holds: Callable[[Any], bool]
+    kind: type
+    misfits: Callable[[Any], list[str]]
     read: Callable[[Fields, set[str]], Any]
     write: Callable[[Any], dict[str, Any]]
     modules: Callable[[Any], dict[str, str | tuple[str, ...]]]
@@ -49,3 +51,8 @@ class Family:
     norms_from_zero: bool = False
     unread: tuple[str, ...] = ()
     token_ids: TokenIds | None = None
+
+
+def unlike(config: Any, wanted: Mapping[str, Any]) -> list[str]:
+    """Names the fields of a config that have other values than these."""
+    return [name for name, value in wanted.items() if getattr(config, name) != value]

@@ -72,13 +72,17 @@ def _mscale(scaling: Fields, latent: bool) -> float:
     return mscale
 
 
-def holds(config: GPTConfig, *, two_thetas: bool) -> bool:
-    """Says whether the library has the config's kind of stretching; arguments as of `write`."""
-    if two_thetas and config.rope_factor != 1 and config.local_rope_theta is None:
-        return False
+def misfits(config: GPTConfig, *, two_thetas: bool) -> list[str]:
+    """Names the fields whose stretching the library does not have; arguments as of `write`."""
+    mscale = config.rope_mscale
     if config.rope_ramp == "llama3":
-        return config.rope_mscale == 0
-    return config.rope_mscale > 0 if config.kv_rank is not None else config.rope_mscale == 1
+        fits = mscale == 0
+    else:
+        fits = mscale > 0 if config.kv_rank is not None else mscale == 1
+    found = [] if fits else ["rope_mscale"]
+    if two_thetas and config.rope_factor != 1 and config.local_rope_theta is None:
+        found.append("local_rope_theta")
+    return found
 
 
 def write(config: GPTConfig, *, two_thetas: bool) -> dict[str, Any]:

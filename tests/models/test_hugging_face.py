@@ -286,9 +286,29 @@ def test_folders_without_a_model_are_refused(tmp_path):
         hugging_face.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        (dataclasses.replace(LLAMA, norm="layer"), "llama, has no models with norm='layer'"),
+        (
+            dataclasses.replace(GPT2, attention_soft_cap=50.0, window=4),
+            r"gpt2, has no models with attention_soft_cap=50\.0, window=4",
+        ),
+        (
+            dataclasses.replace(DECODERS["gpt_oss"], expert_bias=False),
+            "gpt_oss, has no models with expert_bias=False",
+        ),
+    ],
+    ids=["llama", "gpt2", "gpt_oss"],
+)
+def test_the_fields_that_keep_a_model_from_being_written_are_named(tmp_path, config, nearest):
+    with pytest.raises(ValueError, match=rf"none of gpt2, llama, .* The nearest, {nearest}"):
+        hugging_face.save(tmp_path, config, {})
+
+
 def test_models_that_the_library_lacks_are_not_written(tmp_path):
-    with pytest.raises(ValueError, match=r"is none of gpt2, llama, .*, bert, resnet in"):
-        hugging_face.save(tmp_path, dataclasses.replace(LLAMA, norm="layer"), {})
+    with pytest.raises(ValueError, match="config is a dict, of which the library has no model"):
+        hugging_face.save(tmp_path, {}, {})
     with pytest.raises(ValueError, match=r"layers of a resnet keep states: pass state"):
         hugging_face.save(tmp_path, SMALL_RESNET, {})
 
