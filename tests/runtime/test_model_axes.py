@@ -126,6 +126,10 @@ def test_embedding_and_head_may_not_at_the_ends():
             rf"Model\.embed calls {along}",
         ),
         (
+            {"embed": lambda *args: only_evaluated(whole.embed(*args))},
+            r"Model\.embed calls psum along 'stage' \(.*only_evaluated",
+        ),
+        (
             {"head_loss": lambda outer, x, *_: ring_backwards(x).mean()},
             rf"Model\.head_loss calls {along}",
         ),

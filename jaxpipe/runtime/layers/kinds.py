@@ -123,11 +123,11 @@ def sort_layers(
                     "of all layers it must return what it takes. If layers differ, give "
                     "`Model.layer` a tuple of functions."
                 )
-            # An evaluation runs the function itself, of which derivatives by hand show nothing.
-            alone = jax.make_jaxpr(function)(*args, *kept.values())
             if carried is not None:
                 function, (own, x, *others) = on_slices(function, carried), args
                 args = own, (x, carried.shapes), *others, kept["start"]
+            # An evaluation runs the function itself, of which derivatives by hand show nothing.
+            alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
             split = split_layer(
                 function,
                 *args,

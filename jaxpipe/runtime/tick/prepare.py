@@ -143,8 +143,10 @@ def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> 
             rng: Key,
             function: Callable[..., Tree] = function,
         ) -> Tree:
+            # Forwards run the function itself, of which derivatives by hand show nothing.
+            forward = function(outer, *given, rows, rng)
             if not setup.trains:
-                return function(outer, *given, rows, rng)
+                return forward
             trained, constant = fixed.divided(outer)
 
             def run(trained: OuterParams, given: tuple[Activation, ...]) -> Activation:
@@ -152,7 +154,7 @@ def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> 
                 return losses.differentiated(result) if given else result
 
             result, backward = jax.vjp(run, trained, given)
-            return backward(jax.tree.map(jnp.ones_like, result))
+            return forward, backward(jax.tree.map(jnp.ones_like, result))
 
         traced = jax.make_jaxpr(passes)(outer, given, rows, rng)
         yield from barred(f"Model.{name}", collectives(traced.jaxpr), fixed.axes.stage)
