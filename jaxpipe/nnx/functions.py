@@ -180,6 +180,7 @@ def view(module: nnx.Module, train: bool, deterministic: bool) -> Tree:
     """Views a module in training or evaluation, with or without dropout; variables are shared."""
     return nnx.view(
         module,
+        only=nnx.Module,  # `nnx.Rngs` has streams by any name, and would draw from "set_view"
         use_running_average=not train,
         deterministic=deterministic,
         raise_if_not_found=False,

@@ -191,14 +191,15 @@ def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
             if not isinstance(leaf, nnx.RngState) and id(leaf) in owned:
                 problems.append(f"layers[{n}]{path} is a parameter of another layer, too")
             owned[id(leaf)] = leaf
-        for keys, leaf in nnx.to_flat_state(nnx.state(part, OTHER)):
-            if type(leaf).__name__ == OVERWRITE:  # a type that flax makes of linen's collection
-                problems.append(f"layers[{n}].{'.'.join(map(str, keys))} {OVERWRITE_RULE}")
+            if _is_overwritten(leaf):
+                problems.append(f"layers[{n}]{path} {OVERWRITE_RULE}")
     for path, leaf in _leaves(module, without=layers):
         if isinstance(leaf, nnx.Param | nnx.RngState):
             if isinstance(leaf, nnx.Param) and id(leaf) in owned:
                 problems.append(f"module{path} is a parameter of a layer, too")
-        elif isinstance(leaf, nnx.Variable):
+        elif _is_overwritten(leaf):
+            problems.append(f"module{path} {OVERWRITE_RULE}")
+        else:
             problems.append(
                 f"module{path} is state ({type(leaf).__name__}) outside the layers; only layers "
                 "may keep running statistics. Make the module that holds it one of the layers"
@@ -220,13 +221,13 @@ def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
 
 def _leaves(
     node: Any, path: str = "", *, without: Sequence[nnx.Module] = (), seen: set[int] | None = None
-) -> Iterator[tuple[str, Any]]:
-    """Yields variables and arrays that a module reaches other than through some of its parts."""
+) -> Iterator[tuple[str, nnx.Variable[Any]]]:
+    """Yields variables that a module reaches other than through some of its parts."""
     seen = {id(part) for part in without} if seen is None else seen
     if id(node) in seen:
         return
     seen.add(id(node))
-    if isinstance(node, nnx.Variable | jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if isinstance(node, nnx.Variable):
         yield path, node
         return
     children: Any = ()
@@ -235,9 +236,13 @@ def _leaves(
     elif isinstance(node, list | tuple | nnx.List):
         children = ((f"[{key}]", child) for key, child in enumerate(node))
     elif isinstance(node, nnx.Pytree):
-        children = ((f".{key}", child) for key, child in nnx.iter_children(node))
+        children = ((f".{key}", child) for key, child in vars(node).items())
     for key, child in children:
         yield from _leaves(child, path + key, seen=seen)
+
+
+def _is_overwritten(leaf: nnx.Variable[Any]) -> bool:
+    return type(leaf).__name__ == OVERWRITE  # a type that flax makes of linen's collection
 
 
 def _layer_functions(

@@ -122,10 +122,13 @@ def float8_module():
     return nnx.bridge.lazy_init(module, jnp.ones((2, 4)))
 
 
-def nnx_model(layers):
+ABSTRACT = nnx.eval_shape(lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+
+def nnx_model(layers, module=None):
     """A model of these layers, with a loss of nothing but their output."""
     functions = {"embed": lambda module, batch: batch["x"], "loss": mean}
-    return jaxpipe.nnx.model({}, layers=layers, **functions)
+    return jaxpipe.nnx.model(module or {}, layers=layers, **functions)
 
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -196,7 +199,9 @@ MISTAKES = [
      "gradients over microbatches and data shards (6 such arrays).",
      "a parameter that `trainable` leaves out"),
     (lambda: nnx_model([nnx.eval_shape(float8_module)]),
-     "layers[0].Dense_0.Fp8DirectDotGeneralOp_0.input_scale is overwritten with its gradient"),
+     "layers[0].Dense_0['Fp8DirectDotGeneralOp_0']['input_scale'] is overwritten with its"),
+    (lambda: nnx_model([ABSTRACT], module=[nnx.eval_shape(float8_module)]),
+     "module[0].Dense_0['Fp8DirectDotGeneralOp_0']['input_scale'] is overwritten with its"),
     (lambda: build(params=with_layers([LAYER] * 4, PARAMS)),
      "params['layers'] is a list and Model.layer is not", "jnp.stack(w)", "4 functions"),
     (lambda: build(params=with_layers([LAYER] * 4, PARAMS), layer=[MODEL.layer] * 5),

@@ -39,9 +39,10 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """One large module: layers in a list, a bare parameter, a table that is read twice."""
+    """One large module: layers in a list, a bare parameter, a table that is read twice, streams."""
 
     def __init__(self, *, rngs, depth=DEPTH, make=Block):
+        self.rngs = rngs
         self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.shift = nnx.Param(0.1 * jnp.ones(WIDTH))
         self.scales = jnp.linspace(0.5, 1.5, WIDTH)  # no parameter
