@@ -77,7 +77,7 @@ def _write(config: GPTConfig) -> dict[str, Any]:
 
 
 def _misfits(config: GPTConfig) -> list[str]:
-    found, shared = _DECODER.misfits(config), config.shared_width
+    found, shared = _DECODER.misfits(config), config.shared_width or 0  # it must be there
     return ["shared_width"] if not found and shared % config.expert_hidden_width else found
 
 
