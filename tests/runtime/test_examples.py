@@ -15,8 +15,7 @@ MODULES = [
     "benchmarks.hlo",
     "jaxpipe.errors",
     "jaxpipe.gpu_flags",
-    "jaxpipe.nnx.functions",
-    "jaxpipe.nnx.models",
+    "jaxpipe.nnx",
     "jaxpipe.testing",
     *(info.name for info in pkgutil.walk_packages(jaxpipe.runtime.__path__, "jaxpipe.runtime.")),
 ]
