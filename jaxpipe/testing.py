@@ -170,6 +170,8 @@ def assert_matches_unpipelined(
     Example:
       >>> pipes = assert_matches_unpipelined(model, params, batch, zero=3)  # doctest: +SKIP
     """
+    import chex
+
     reference = reference or _own_reference(model)
     if meshes is None:
         meshes = make_mesh(stage=2), make_mesh(stage=2, data=2)
@@ -182,11 +184,13 @@ def assert_matches_unpipelined(
     ]
     evaluations: dict[Tree, Tree] = {}
     args = params, batch, rng, states
-    compared = [
-        array
-        for pipe in pipes
-        for array in _compared_by_name(pipe, floor, reference, evaluations, args)
-    ]
+    compared: list[_Compared] = []
+    for pipe in pipes:
+        case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
+        got, want = _results(pipe, reference, evaluations, args)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, want, custom_message=f"with {case}")
+        for name, tree in want.items():
+            compared += _compared(case, name, got[name], tree, floor)
     if max(array.relative for array in compared) > tolerance:
         raise AssertionError(_report(compared, tolerance))
     return pipes
@@ -207,23 +211,6 @@ def _own_reference(model: Model) -> Callable[..., Tree]:
             "functools.partial(jaxpipe.unpipelined.loss, model_with_whole_parameters)."
         )
     return functools.partial(unpipelined.loss, model)
-
-
-def _compared_by_name(
-    pipe: Pipeline,
-    floor: float,
-    reference: Callable[..., Tree],
-    evaluations: dict[Tree, Tree],
-    args: tuple[Params, Batch, Key, States],
-) -> Iterator[_Compared]:
-    """Compares all arrays of a pipeline's results with those of the reference."""
-    import chex
-
-    case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
-    got, want = _results(pipe, reference, evaluations, args)
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want, custom_message=f"with {case}")
-    for name in want:
-        yield from _compared(case, name, got[name], want[name], floor)
 
 
 @functools.partial(jax.jit, static_argnames=("reference", "num_microbatches", "data_shards"))

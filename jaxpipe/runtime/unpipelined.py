@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -57,19 +57,11 @@ def loss(
       renewed by every data shard in microbatch order, then averaged.
     """
 
-    def collect(result: Tree, of_layers: _OfLayers) -> Tree:
-        return losses.addable(jax.tree.map(jnp.asarray, result)), of_layers
+    def head(*args: Tree) -> Tree:
+        return losses.addable(jax.tree.map(jnp.asarray, model.head_loss(*args)))
 
-    found, last = _run(
-        model,
-        model.head_loss,
-        collect,
-        params,
-        batch,
-        rng=rng,
-        shape=(num_microbatches, data_shards),
-        states=states,
-    )
+    shape = num_microbatches, data_shards
+    *found, last = _run(model, head, params, batch, rng=rng, shape=shape, states=states)
     sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
     combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
@@ -87,29 +79,19 @@ def value_and_grad(
     rng: Key = None,
     *,
     trainable: Filter | None = None,
-    num_microbatches: int = 1,
-    data_shards: int = 1,
-    states: Sequence[States] | None = None,
+    **others: Any,
 ) -> tuple[Tree, Gradients]:
     """Computes what `Pipeline.value_and_grad` returns, canonical, on one device.
 
     Args:
+      model, params, batch, rng: as of `loss`.
       trainable: as of `Pipeline`. Gradients have None in place of parameters that are not trained.
-
-    The others are those of `loss`.
+      **others: ``num_microbatches``, ``data_shards`` and ``states``, as of `loss`.
     """
     trained, frozen = split_trainable(params, trainable)
 
     def of_trained(trained: Params) -> tuple[jax.Array, Tree]:
-        result = loss(
-            model,
-            combine(trained, frozen),
-            batch,
-            rng,
-            num_microbatches=num_microbatches,
-            data_shards=data_shards,
-            states=states,
-        )
+        result = loss(model, combine(trained, frozen), batch, rng, **others)
         return losses.parts(result)[0], result
 
     (_, result), gradients = jax.value_and_grad(of_trained, has_aux=True)(trained)
@@ -127,39 +109,30 @@ def outputs(
     states: Sequence[States] | None = None,
 ) -> Tree:
     """Computes `Model.output` for a batch, in the order of its rows; arguments as of `loss`."""
-    found, _ = _run(
-        model,
-        model.output,
-        lambda result, _: result,
-        params,
-        batch,
-        rng=rng,
-        shape=(num_microbatches, data_shards),
-        states=states,
-    )
+    shape = num_microbatches, data_shards
+    found, *_ = _run(model, model.output, params, batch, rng=rng, shape=shape, states=states)
     return jax.tree.map(lambda w: jnp.moveaxis(w, 1, 2).reshape(-1, *w.shape[3:]), found)
 
 
 def _run(
     model: Model,
     head: Callable[..., Tree],
-    collect: Callable[[Tree, _OfLayers], Tree],
     params: Params,
     batch: Batch,
     *,
     rng: Key,
     shape: tuple[int, int],
     states: Sequence[States] | None,
-) -> tuple[Tree, States]:
+) -> tuple[Tree, _OfLayers, States]:
     """Runs all microbatches.
 
     Args:
       head: what follows the last layer.
-      collect: what to keep of what the head returns and of the layers' losses.
       shape: numbers of microbatches and of data shards.
 
     Returns:
-      What is collected, leaves ``[data shards, microbatches, ...]``, and the states, or None.
+      What the head returns, and what layers add, leaves ``[data shards, microbatches, ...]``; and
+      the states, or None.
     """
     num_microbatches, data_shards = shape
     params = jax.tree.map(jnp.asarray, params)
@@ -175,7 +148,7 @@ def _run(
         result, of_layers, renewed = _microbatch(
             model, head, wide, params, rows, key=key, states=states
         )
-        return renewed, collect(result, of_layers)
+        return renewed, (result, of_layers)
 
     def of_shard(shard_rows: tuple[Index, Batch]) -> tuple[tuple[States, ...], Tree]:
         shard, rows = shard_rows
@@ -188,8 +161,8 @@ def _run(
         return jnp.moveaxis(rows, 2, 1)
 
     shards = jnp.arange(data_shards), jax.tree.map(split, batch)
-    held, collected = jax.lax.map(of_shard, shards)
-    return collected, None if states is None else jax.tree.map(lambda w: w.mean(0), held)
+    held, found = jax.lax.map(of_shard, shards)
+    return *found, None if states is None else jax.tree.map(lambda w: w.mean(0), held)
 
 
 def _microbatch(

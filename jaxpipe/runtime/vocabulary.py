@@ -53,12 +53,12 @@ def lookup(
       >>> lookup(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
       [[4.0, 5.0], [0.0, 1.0]]
     """
-    over = _Over.of(axis, sequence_axis)
-    local, held = _local(ids, table.shape[0], over)
+    names = _names(axis, sequence_axis)
+    local, held = _local(ids, table.shape[0], names)
     # Clipped rather than filled: ids out of the slice are zeroed below, which also keeps their
     # gradients out.
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype or table.dtype)
-    if over is None:
+    if not names:
         return rows
     rows = jnp.where(held[..., None], rows, 0)
     if sequence_axis is not None:
@@ -119,7 +119,7 @@ def cross_entropy(
     if weights is not None:
         weights = weights.reshape(-1).astype(jnp.float32)
     return _cross_entropy(
-        _Head(_Over.of(axis, sequence_axis), vocab_size, label_smoothing, soft_cap),
+        _Head(axis, sequence_axis, vocab_size, label_smoothing, soft_cap),
         rows,
         table,
         bias,
@@ -128,43 +128,34 @@ def cross_entropy(
     )
 
 
-class _Over(NamedTuple):
-    """The mesh axes that split a table, the outer one first; cotangents are partial along one."""
-
-    partial: str | None
-    complete: str | None
-
-    @classmethod
-    def of(cls, axis: str | None, sequence_axis: str | None) -> _Over | None:
-        return None if axis is None and sequence_axis is None else cls(sequence_axis, axis)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name in self if name is not None)
-
-
 class _Head(NamedTuple):
     """Arguments of a cross-entropy that are known before it is traced."""
 
-    axis: _Over | None
+    axis: str | None
+    sequence_axis: str | None
     vocab_size: int
     smoothing: float
     soft_cap: float | None
 
 
-def _local(ids: Array, size: int, axis: _Over | None) -> tuple[Array, Array]:
+def _names(axis: str | None, sequence_axis: str | None) -> tuple[str, ...]:
+    """The mesh axes that split a table, the outer one first."""
+    return tuple(name for name in (sequence_axis, axis) if name is not None)
+
+
+def _local(ids: Array, size: int, names: tuple[str, ...]) -> tuple[Array, Array]:
     """Ids as row numbers of the local slice of ``size`` rows, and which of them it holds."""
-    local = ids - _offset(size, axis)
+    local = ids - _offset(size, names)
     return local, (local >= 0) & (local < size)
 
 
-def _offset(size: int, axis: _Over | None) -> Array | int:
+def _offset(size: int, names: tuple[str, ...]) -> Array | int:
     """The row of the whole table at which the local slice of ``size`` rows begins."""
-    return 0 if axis is None else lax.axis_index(axis.names) * size
+    return lax.axis_index(names) * size if names else 0
 
 
-def _sum(x: Array, axis: _Over | None) -> Array:
-    return x if axis is None else lax.psum(x, axis.names)
+def _sum(x: Array, names: tuple[str, ...]) -> Array:
+    return lax.psum(x, names) if names else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -193,8 +184,8 @@ def _cross_entropy_forward(
     weights_N: Array | None,
 ) -> tuple[Array, tuple[Array | None, ...]]:
     """Loss, and as residual its gradient with respect to the local logits, times ``1 / scale``."""
-    axis, vocab_size, smoothing, soft_cap = head
-    size = table_VE.shape[0]
+    axis, sequence_axis, vocab_size, smoothing, soft_cap = head
+    names, size = _names(axis, sequence_axis), table_VE.shape[0]
     logits_NV = jnp.einsum(
         "ne,ve->nv", x_NE, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
     )
@@ -204,15 +195,15 @@ def _cross_entropy_forward(
         logits_NV = soft_cap * jnp.tanh(logits_NV / soft_cap)
         slope_NV = 1 - (logits_NV / soft_cap) ** 2
     rows_V = jnp.arange(size)
-    real_V = rows_V + _offset(size, axis) < vocab_size
+    real_V = rows_V + _offset(size, names) < vocab_size
     logits_NV = jnp.where(real_V, logits_NV, -jnp.inf)
     largest_N = logits_NV.max(axis=-1)
-    if axis is not None:
-        largest_N = lax.pmax(largest_N, axis.names)
+    if names:
+        largest_N = lax.pmax(largest_N, names)
     exp_NV = jnp.exp(logits_NV - largest_N[:, None])
-    total_N = _sum(exp_NV.sum(axis=-1), axis)
+    total_N = _sum(exp_NV.sum(axis=-1), names)
 
-    local_N, held_N = _local(targets_N, size, axis)
+    local_N, held_N = _local(targets_N, size, names)
     picked_N1 = jnp.take_along_axis(logits_NV, local_N[:, None], axis=-1, mode="clip")
     expected_logit_N = jnp.where(held_N, picked_N1[:, 0], 0.0)
     target_NV = local_N[:, None] == rows_V
@@ -221,7 +212,7 @@ def _cross_entropy_forward(
         spread_N = jnp.where(real_V, uniform_V * logits_NV, 0.0).sum(axis=-1)
         expected_logit_N = (1 - smoothing) * expected_logit_N + spread_N
         target_NV = (1 - smoothing) * target_NV + uniform_V
-    losses_N = jnp.log(total_N) + largest_N - _sum(expected_logit_N, axis)
+    losses_N = jnp.log(total_N) + largest_N - _sum(expected_logit_N, names)
     dlogits_NV = exp_NV / total_N[:, None] - target_NV
     if soft_cap is not None:
         dlogits_NV *= slope_NV
@@ -239,18 +230,17 @@ def _cross_entropy_forward(
 def _cross_entropy_backward(
     head: _Head, residuals: Any, cotangent: Array
 ) -> tuple[Array | None, ...]:
-    axis = head.axis
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
-    if axis is not None and axis.partial is not None:
-        cotangent = lax.psum(cotangent, axis.partial)  # of all devices' losses, which are one
+    if head.sequence_axis is not None:  # along which cotangents are partial
+        cotangent = lax.psum(cotangent, head.sequence_axis)  # of all devices' losses, which are one
     scale = cotangent * scale
     dx_NE = jnp.einsum(
         "nv,ve->ne", dlogits_NV, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
     )
     dx_NE = (dx_NE * scale).astype(x_NE.dtype)  # as large as a message: summed in its dtype
     dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=jnp.float32)
-    if axis is not None and axis.complete is not None:
-        dx_NE = lax.psum(dx_NE, axis.complete)
+    if head.axis is not None:
+        dx_NE = lax.psum(dx_NE, head.axis)
     dbias_V = None
     if bias_V is not None:
         dbias_V = (dlogits_NV.sum(axis=0, dtype=jnp.float32) * scale).astype(bias_V.dtype)
