@@ -23,7 +23,6 @@ from jaxpipe.asynchronous.rows import steady_table
 from jaxpipe.asynchronous.run import AsyncState
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.asynchronous.updates import Rules
-from jaxpipe.runtime import checks
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.microbatches import split_rows
@@ -195,8 +194,8 @@ class AsyncPipeline:
           ValueError: arguments that do not fit the pipeline or the optimizer, or functions of the
             model that cannot run so.
         """
-        shapes = self._rules.optimizer.placing.placed
-        optimizer_problems = checks.optimizer_state("optimizer_state", optimizer_state, shapes)
+        optimizer_placing = self._rules.optimizer.placing
+        optimizer_problems = optimizer_placing.problems("optimizer_state", optimizer_state)
         self.pipe.check("params", params, batch, states, optimizer_problems)
 
         @partial(jax.jit, out_shardings=self.state_shardings)

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks, filters
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layout import shares
+from jaxpipe.runtime.layout.moving import LayersOnMesh
 from jaxpipe.runtime.layout.placing import Placing
-from jaxpipe.runtime.layout.precision import compute_dtypes
-from jaxpipe.runtime.layout.splits import read_splits
-from jaxpipe.runtime.layout.whole_model import StateLayout, WithFrozen, make_layouts
-from jaxpipe.runtime.mesh import Axes, stores_tiles
+from jaxpipe.runtime.layout.splits import Splits
+from jaxpipe.runtime.layout.whole_model import WithFrozen, layer_layout, layer_rows, make_layouts
+from jaxpipe.runtime.mesh import Axes, stores_tiles, transfers_overlap
 from jaxpipe.runtime.options import Options
-from jaxpipe.runtime.tables import Tables
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.tick.microbatches import split_rows
@@ -27,7 +27,7 @@ from jaxpipe.runtime.trees import elsewhere, shapes_of
 from jaxpipe.runtime.types import Batch, Key, Params, Placed, States, Tree
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.lowering.lower import forward_only
+from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.problems import refuse
@@ -69,18 +69,27 @@ class Assembly:
         params, states = shapes_of(params), shapes_of(states)
         self.model, self.schedule, self.mesh, self.axes = model, schedule, mesh, axes
         self.options = options
+        self._overlaps = transfers_overlap(mesh)
         layer_counts = options.layer_counts
         if layer_counts is None:
             layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
-        parts = filters.split_trainable(params, options.trainable)
-        split = model.stage_split, read_splits(model.axis_split, params, mesh, axes)
-        together = model.stage_split is not None
-        self._tables = Tables.of(params["layers"], split[1], options, mesh, together=together)
-        self.table = self._tables.of_step(schedule, layer_counts)
+        self._layer_counts = layer_counts
         self.layout, self.frozen = make_layouts(
-            *parts, *split, mesh=mesh, axes=axes, table=self.table, weights=options.weights
+            *filters.split_trainable(params, options.trainable),
+            model,
+            mesh=mesh,
+            axes=axes,
+            rows=layer_rows(schedule.placement, layer_counts),
+            weights=options.weights,
+            together=self._together,
         )
-        self.compute_dtypes = compute_dtypes((self.layout, self.frozen), options)
+        parts = self.layout, self.frozen
+        self._layers = [part.layers for part in parts if part is not None]
+        self.table = self._lower(schedule)
+        self.compute_dtypes = None
+        if options.narrows:
+            dtype_of = options.dtype_of
+            self.compute_dtypes = [part.compute_dtypes(dtype_of) for part in self._layers]
         place = partial(Placing, sharded=options.zero == 3, name="params")
         self.params_placing = self.trained_placing = place(self.layout)
         if self.frozen:
@@ -91,19 +100,41 @@ class Assembly:
         self.program = lru_cache(maxsize=8)(self.make_program)
         self.state_layout, self.states_placing = None, None
         if states is not None:
-            layout = StateLayout.of(states, self.layout)
-            self.state_layout = layout.layers
+            layers = layer_layout(states, "stacked")(states, self.layout.layers.rows, Splits())
+            self.state_layout = layers
+            layout = LayersOnMesh(layers, mesh, axes)
             self.states_placing = Placing(layout, sharded=False, name="states")
+
+    @property
+    def _together(self) -> bool:
+        """Whether all stages compute embedding and head together."""
+        return self.model.stage_split is not None
 
     @cached_property
     def forward_table(self) -> TickTable:
         """The tick table of the schedule's forwards alone."""
-        return self._tables.of_step(forward_only(self.schedule), self.table.layer_counts)
+        return self._lower(forward_only(self.schedule))
 
     @cached_property
     def chunk_table(self) -> TickTable:
         """The tick table of a step that updates chunk by chunk."""
-        return self._tables.of_chunks(self.schedule, self.table.layer_counts)
+        return self._lower(self.schedule, by_chunk=True)
+
+    def _lower(self, schedule: Schedule, *, by_chunk: bool = False) -> TickTable:
+        """Lowers a schedule whose gradients are used when the step has ended, or by chunk."""
+        layers, at_end, slots = self._layers, not by_chunk, self.options.weight_slots
+        return lower(
+            schedule,
+            self._layer_counts,
+            weight_slots=slots,
+            # Until ZeRO-2 the gradients of all chunks have room.
+            gradient_slots=schedule.num_chunks if at_end and self.options.zero < 2 else None,
+            own_slots=layers[0].own_arrays,
+            pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
+            shares=shares.most([part.piece for part in layers]) if layers[0].in_shares else 1,
+            together=self._together,
+            overlaps=self._overlaps,
+        )
 
     def setup(self, table: TickTable) -> Setup:
         """Describes the run of a table of this pipeline's placement and layers."""
@@ -116,7 +147,7 @@ class Assembly:
             self.options,
             states=self.state_layout,
             compute=self.compute_dtypes,
-            overlaps=self._tables.overlaps,
+            overlaps=self._overlaps,
             tiled=stores_tiles(self.mesh),
         )
 
@@ -164,7 +195,7 @@ class Assembly:
         self, name: str, placed: Placed, batch: Batch, states: States, others: Iterable[str] = ()
     ) -> None:
         """Raises ValueError for arguments of a step that do not fit, and for problems of others."""
-        rest = [*self.batch_problems(batch), *self._states_problems(states)]
+        rest = [*self.batch_problems(batch), *self.states_problems(states)]
         rest = rest or list(elsewhere(self.mesh, batch=batch))
         refuse([*self.params_placing.problems(name, placed), *others, *rest])
 
@@ -173,7 +204,8 @@ class Assembly:
         shards = self.axes.num_shards(self.mesh)
         return list(checks.batch(batch, self.schedule, shards))
 
-    def _states_problems(self, states: States) -> list[str]:
+    def states_problems(self, states: States) -> list[str]:
+        """Lists what is wrong with placed states."""
         if self.states_placing is None:
             return [] if states is None else [NO_STATES]
         if states is None:

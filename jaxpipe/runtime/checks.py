@@ -11,19 +11,21 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxpipe.runtime import filters
+from jaxpipe.runtime.filters import Filter
+from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.calls import misfits
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout import precision, splits
+from jaxpipe.runtime.layout import splits
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.options import Options
+from jaxpipe.runtime.options import Options, is_wider
 from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
     is_sequence,
-    mismatches,
     shape_of,
     shapes_of,
 )
@@ -69,7 +71,7 @@ def arguments(
     yield from _slices(model, schedule)
     malformed = list(_parameters(model, params, options))
     if not malformed:
-        malformed += precision.problems(params, options)
+        malformed += _precision(params, options)
     if not malformed and not malformed_mesh:
         malformed += splits.problems(model, params, mesh, axes)
     if model.stateful != (states is not None):
@@ -208,6 +210,60 @@ _FORMS = (
 )
 
 
+def _precision(params: Params, options: Options) -> Iterator[Problem | str]:
+    """Yields what is wrong with the dtypes in which layers are to compute."""
+    layers = {"layers": shapes_of(params["layers"])}
+    excepted = options.full_precision
+    if options.compute_dtype is not None:
+        yield from _of_compute_dtype(options.compute_dtype, layers)
+    elif options.fp8 == () and excepted != ():
+        yield "full_precision needs compute_dtype or fp8, from which it excepts parameters."
+        return
+    unknown: list[str] = []
+    for name, chosen in (("fp8", options.fp8), ("full_precision", excepted)):
+        if chosen == ():
+            continue
+        if is_sequence(params["layers"]):
+            rule = "needs layers that are alike: others share flat arrays, one per dtype"
+            yield Problem(name, chosen, rule, ((),))
+            return
+        unknown += filters.problems(name, chosen, layers)
+    yield from unknown
+    if options.fp8 != () and not unknown:
+        yield from _of_fp8(options.fp8, excepted, layers)
+
+
+def _of_compute_dtype(dtype: DTypeLike, layers: Shapes) -> Iterator[Problem]:
+    examples = ("bfloat16", "float16")
+    try:
+        narrow = jnp.dtype(dtype)
+    except TypeError:
+        yield Problem("compute_dtype", dtype, "is no dtype", examples)
+        return
+    if not jnp.issubdtype(narrow, jnp.floating):
+        yield Problem("compute_dtype", str(narrow), "is not floating point", examples)
+    elif narrow.itemsize == 1:
+        rule = "needs scales: choose the weights that are quantized with fp8"
+        yield Problem("compute_dtype", str(narrow), rule, ({"fp8": "*kernel"},))
+    elif not any(is_wider(leaf, narrow) for leaf in jax.tree.leaves(layers)):
+        rule = "is as wide as the layers' parameters: layers would read what they read without it"
+        yield Problem("compute_dtype", str(narrow), rule, (None,))
+
+
+def _of_fp8(chosen: Filter, excepted: Filter, layers: Shapes) -> Iterator[Problem | str]:
+    named = [(filters.name_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(layers)]
+    quantized = [
+        (name, leaf)
+        for name, leaf in named
+        if filters.is_chosen(name, leaf, chosen) and not filters.is_chosen(name, leaf, excepted)
+    ]
+    if not quantized:
+        yield Problem("fp8", chosen, "chooses no weight", ((),))
+    for name, leaf in quantized:
+        if not is_wider(leaf, E4M3):
+            yield f"fp8 chooses {name}, which is {describe(leaf)}; only wider floats are quantized."
+
+
 def _microbatch_order(schedule: Schedule) -> Iterator[str]:
     """Says it if a stateful layer would not see the microbatches in their order."""
     latest: dict[int, int] = {}
@@ -261,89 +317,6 @@ def _layer_numbers(
 
 
 # What a pipeline is called with.
-
-
-def canonical(
-    name: str, tree: Tree, expected: Shapes, *, if_placed: Shapes, dtypes: bool = True
-) -> list[str]:
-    """Lists problems of canonical parameters or states.
-
-    Args:
-      name: the argument's name.
-      tree: what was given.
-      expected: shapes of what fits.
-      if_placed: shapes of the same when placed.
-      dtypes: whether dtypes must agree, too.
-    """
-    tree = _contained_alike(tree, expected)
-    lines = mismatches(name, tree, expected, dtypes=dtypes)
-    if not lines:
-        return []
-    if not mismatches(name, tree, if_placed, dtypes=False):
-        return [f"{name} is placed already."]
-    if not mismatches(name, tree, expected, dtypes=False):
-        return [*lines, f"Cast {name} to these dtypes."]
-    if isinstance(expected, dict) and not isinstance(tree, dict):
-        lines.append(
-            "The state of an optimizer is placed by `pipe.optimizer_placing(optimizer).place`."
-        )
-    return [*_other_layers(name, tree, expected), *lines]
-
-
-def _contained_alike(tree: Tree, expected: Shapes) -> Tree:
-    """The tree with its layers in a tuple or a list, as they are expected: both are as good."""
-    if is_sequence(tree) and is_sequence(expected):
-        return type(expected)(tree)
-    if isinstance(tree, dict) and isinstance(expected, dict) and "layers" in tree:
-        layers = _contained_alike(tree["layers"], expected["layers"])
-        return tree | {"layers": layers}
-    return tree
-
-
-def placed(
-    name: str,
-    tree: Tree,
-    expected: Shapes,
-    *,
-    if_canonical: Shapes,
-    method: str,
-    dtypes: bool = True,
-) -> list[str]:
-    """Lists problems of placed parameters or states; ``method`` places them, and the other
-    arguments are those of `canonical`.
-    """
-    lines = mismatches(name, tree, expected, dtypes=dtypes)
-    if not lines:
-        return []
-    if not mismatches(name, tree, if_canonical, dtypes=False):
-        return [f"{name} is in canonical order, not placed; call `{method}` first."]
-    if not mismatches(name, tree, expected, dtypes=False):
-        return [*lines, f"Cast {name} to these dtypes."]
-    return [*lines, f"{name} must be as `{method}` returns it."]
-
-
-def optimizer_state(name: str, tree: Tree, expected: Shapes) -> list[str]:
-    """Lists problems of an optimizer's state."""
-    lines = mismatches(name, tree, expected)
-    return [*lines, f"{name} must be as `pipe.init` returns it."] if lines else []
-
-
-def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
-    """Says it if layers are given in the other form, or too many or too few of them."""
-    if not isinstance(tree, dict) or "layers" not in tree:
-        return
-    at, layers, depth = f"{name}['layers']", tree["layers"], num_layers(expected["layers"])
-    if is_sequence(layers) != is_sequence(expected["layers"]):
-        forms = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
-        found, wanted = forms if is_sequence(layers) else forms[::-1]
-        yield f"{at} is {found}; expected {wanted}."
-    elif is_sequence(layers):
-        if len(layers) != depth:
-            yield f"{at} holds {len(layers)} layers; expected {depth}."
-    else:
-        leading = {leaf.shape[:1] for leaf in jax.tree.leaves(shapes_of(layers))}
-        if len(leading) == 1 and leading.isdisjoint({(), (depth,)}):
-            yield f"{at} holds {leading.pop()[0]} layers; expected {depth}."
 
 
 def key(rng: Key) -> Iterator[str]:

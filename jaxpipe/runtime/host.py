@@ -13,8 +13,6 @@ from jaxpipe.runtime.types import Gradients, OptimizerState, Shapes, Shardings, 
 from jaxpipe.schedule.problems import Problem
 
 _KIND = "pinned_host"
-RESIDUAL_PLACES = ("device", "host")
-"""Where residuals may wait for their backward."""
 
 
 class OnHost(NamedTuple):
@@ -54,14 +52,6 @@ def problems(name: str, value: Any, mesh: Mesh) -> list[Problem]:
         return []
     rule = f"needs {_KIND} memory, and {device.device_kind} has only {', '.join(sorted(kinds))}"
     return [Problem(name, value, rule, note="Leave it on the devices.")]
-
-
-def of_residuals(residuals: str, mesh: Mesh) -> list[Problem]:
-    """Why residuals cannot wait there."""
-    if residuals not in RESIDUAL_PLACES:
-        rule = f"is not one of {', '.join(RESIDUAL_PLACES)}"
-        return [Problem("residuals", residuals, rule, RESIDUAL_PLACES)]
-    return problems("residuals", residuals, mesh) if residuals == "host" else []
 
 
 def _memories(devices: Iterable[jax.Device]) -> set[str]:

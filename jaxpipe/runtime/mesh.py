@@ -4,12 +4,10 @@ that a model uses itself."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +18,6 @@ from jaxpipe import cpu_threads
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
-_Given = ParamSpec("_Given")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +26,7 @@ class Axes:
 
     Args:
       stage: the axis of the stages.
-      data: the axis of the data shards, or several that act as one, the first the outermost. JAX's
-        collectives and partition specs take either.
+      data: the axes of the data shards, which act as one, the first the outermost.
       replica: those of `data` along which nothing is sharded: devices hold the same parts.
       model: axes whose devices share the work of a layer as the model's functions say, such as
         those of tensor parallelism.
@@ -38,11 +34,11 @@ class Axes:
     Example:
       >>> axes = Axes("pp", ("dp", "fsdp"), replica=("dp",))
       >>> axes.names, axes.split
-      (('dp', 'fsdp', 'pp'), 'fsdp')
+      (('dp', 'fsdp', 'pp'), ('fsdp',))
     """
 
     stage: str = "stage"
-    data: str | tuple[str, ...] = "data"
+    data: tuple[str, ...] = ("data",)
     replica: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
 
@@ -64,31 +60,26 @@ class Axes:
             data = ("data", *sorted(own & {"expert"} - {*_names(model), stage}))
         if replica is None:
             replica = sorted(own & {"replica"} - {*_names(data), stage})
-        return cls(stage, alone((*_names(replica), *_names(data))), _names(replica), _names(model))
+        return cls(stage, (*_names(replica), *_names(data)), _names(replica), _names(model))
 
     @property
-    def split(self) -> str | tuple[str, ...]:
+    def split(self) -> tuple[str, ...]:
         """The data axes over which arrays are sharded."""
-        return alone(self.split_names)
-
-    @property
-    def split_names(self) -> tuple[str, ...]:
-        """`split` as a tuple."""
-        return tuple(name for name in _names(self.data) if name not in self.replica)
+        return tuple(name for name in self.data if name not in self.replica)
 
     def sharding(self, apart: Collection[str]) -> tuple[str, ...]:
         """The data axes that shard arrays which are already split over the axes ``apart``."""
-        return tuple(name for name in self.split_names if name not in apart)
+        return tuple(name for name in self.split if name not in apart)
 
     @property
     def peers(self) -> tuple[str, ...]:
         """The axes over whose devices a loss is the mean: all but that of stages."""
-        return (*_names(self.data), *self.model)
+        return (*self.data, *self.model)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        return (*_names(self.data), self.stage, *self.model)
+        return (*self.data, self.stage, *self.model)
 
     def num_stages(self, mesh: Mesh) -> int:
         """The stages of a mesh."""
@@ -96,11 +87,11 @@ class Axes:
 
     def num_shards(self, mesh: Mesh) -> int:
         """The data shards of a mesh."""
-        return _size(mesh, self.data)
+        return math.prod(mesh.shape[name] for name in self.data)
 
     def num_parts(self, mesh: Mesh) -> int:
         """The parts into which arrays are sharded."""
-        return _size(mesh, self.split)
+        return math.prod(mesh.shape[name] for name in self.split)
 
     def problems(self, mesh: Mesh) -> Iterator[str]:
         """Why a mesh has no such axes, or others that a pipeline does not use."""
@@ -115,7 +106,7 @@ class Axes:
             )
         if self.stage not in mesh.shape:
             yield f"{has}, and none is {self.stage!r}. Name the one of the stages: stage_axis=..."
-        for name in _names(self.data):
+        for name in self.data:
             if name not in mesh.shape:
                 yield (
                     f"{has}, and none is {name!r}. Name those of the data shards: data_axes=(...), "
@@ -140,35 +131,6 @@ def _names(axes: str | Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def alone(names: tuple[str, ...]) -> str | tuple[str, ...]:
-    """A single axis as its name alone."""
-    return names[0] if len(names) == 1 else names
-
-
-def _size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[name] for name in _names(axes))
-
-
-def _by_known_names(make: Callable[_Given, Mesh]) -> Callable[_Given, Mesh]:
-    """Refuses arguments that the function does not have, and says which it has."""
-    known = tuple(inspect.signature(make).parameters)
-
-    @functools.wraps(make)
-    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> Mesh:
-        unknown = [*map(repr, args), *(name for name in kwargs if name not in known)]
-        if unknown or "stage" not in kwargs:
-            found = f"has no {', '.join(unknown)}" if unknown else "needs the number of stages"
-            raise TypeError(
-                f"make_mesh {found}. It takes by name: {', '.join(known)}; such as "
-                "make_mesh(stage=2, data=2). A mesh of other axes is jax.sharding.Mesh's: "
-                "Pipeline(stage_axis=..., data_axes=...) names them."
-            )
-        return make(*args, **kwargs)
-
-    return checked
-
-
-@_by_known_names
 def make_mesh(
     *,
     stage: int,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxpipe.runtime import host
+from jaxpipe.runtime import filters, host
 from jaxpipe.runtime.filters import Filter
+from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.remat import chosen_remat, unknown_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
@@ -50,9 +54,27 @@ class Options:
             yield Problem("weights", self.weights, rule)
         if not isinstance(self.weight_slots, int) or self.weight_slots < 1:
             yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
-        yield from host.of_residuals(self.residuals, mesh)
+        if self.residuals not in ("device", "host"):
+            rule = "is not one of device, host"
+            yield Problem("residuals", self.residuals, rule, ("device", "host"))
+        elif self.residuals == "host":
+            yield from host.problems("residuals", self.residuals, mesh)
         if self.pair_layers not in (None, True, False):
             yield Problem("pair_layers", self.pair_layers, "is no choice", (None, True, False))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether layers read some weights in narrower dtypes than those of the parameters."""
+        return self.compute_dtype is not None or self.fp8 != ()
+
+    def dtype_of(self, path: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        """The dtype in which layers read a parameter of theirs; those in `E4M3` have scales."""
+        if filters.is_chosen(path, leaf, self.full_precision):
+            return leaf.dtype
+        if filters.is_chosen(path, leaf, self.fp8):
+            return E4M3
+        narrow = leaf.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        return narrow if is_wider(leaf, narrow) else leaf.dtype
 
     def on(self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule) -> Options:
         """Returns the options with those that depend on the mesh decided."""
@@ -63,3 +85,9 @@ class Options:
             communicates = model.uses_axes and transfers_overlap(mesh)
             pairs = communicates and model.layers_are_alike and bool(schedule.overlapped)
         return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)
+
+
+def is_wider(leaf: jax.ShapeDtypeStruct, narrow: Any) -> bool:
+    """Whether a parameter would be rounded."""
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return is_float and leaf.dtype.itemsize > narrow.itemsize

@@ -13,7 +13,7 @@ import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, sizes, without_devices
 from jaxpipe.planning.plans import PlacedPlan, Plan, Program, grown, table_of
-from jaxpipe.runtime import tables
+from jaxpipe.runtime import assembly
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import device_clock
@@ -155,7 +155,7 @@ CASES = [
 def test_bytes_are_those_of_the_tick_loops_buffers(
     schedule, chunks, weights, slots, zero, remat, fp8, monkeypatch
 ):
-    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)  # as on GPUs
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)  # as on GPUs
     plan = dataclasses.replace(
         PLAN, schedule=schedule, chunks=chunks, weights=weights, weight_slots=slots, zero=zero,
         remat=remat,

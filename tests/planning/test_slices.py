@@ -13,7 +13,7 @@ import jaxpipe
 from jaxpipe.planning import cost, counting, devices, plans, without_devices
 from jaxpipe.planning.plans import PlacedPlan, Plan, grown, table_of
 from jaxpipe.planning.sizes import ModelSizes, Variant
-from jaxpipe.runtime import tables
+from jaxpipe.runtime import assembly
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import device_clock
@@ -82,7 +82,7 @@ def test_slices_have_the_flops_of_their_sequence():
     ("schedule", "chunks"), [("1f1b-fused", 1), ("zb-h1", 1), ("interleaved-fused", 2)]
 )
 def test_bytes_are_those_of_the_tick_loops_buffers(schedule, chunks, monkeypatch):
-    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)  # as on GPUs
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)  # as on GPUs
     one = placed(schedule=schedule, chunks=chunks)
     program = cost.program_of(one, published=True)
     predicted = cost.device_bytes(one, program)

@@ -19,7 +19,7 @@ import jaxpipe
 from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram, Instruction, pass_of
 from benchmarks.roofline import device_groups
-from jaxpipe.runtime import tables
+from jaxpipe.runtime import assembly
 from jaxpipe.runtime.measure import memory
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule.lowering.table import Edges
@@ -222,7 +222,7 @@ def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
 
 
 def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(monkeypatch):
-    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
     compiled = HloProgram(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
     assert sum(layer_flops(compiled)) == 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS["full"]

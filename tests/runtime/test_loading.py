@@ -16,7 +16,7 @@ import toys
 from covering import some
 
 import jaxpipe
-from jaxpipe.runtime import load_params as loading
+from jaxpipe.runtime import new_params
 
 pytestmark = pytest.mark.pipeline
 
@@ -106,13 +106,13 @@ def test_parameters_made_or_read_by_layer_are_those_that_are_placed(layout, plac
     assert_same(jaxpipe.init_params(pipe, initial(layout), jax.random.key(1)), placed)
 
     known = {id(leaf): leaf for leaf in jax.live_arrays()}  # which ids name while it holds them
-    peaks, write = [], loading._Layers._with
+    peaks, write = [], new_params._Layers._with
 
     def watched(*args):
         peaks.append(device_bytes([w for w in jax.live_arrays() if id(w) not in known]))
         return write(*args)
 
-    monkeypatch.setattr(loading._Layers, "_with", watched)
+    monkeypatch.setattr(new_params._Layers, "_with", watched)
     assert_same(jaxpipe.load_params(pipe, toys.reader(params)), placed)
     layer = sum(w.nbytes for w in jax.tree.leaves(toys.reader(params)("layers", 0)))
     part = sum(

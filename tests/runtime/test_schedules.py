@@ -13,7 +13,7 @@ import toys
 from asynchronous_reference import Settings
 from asynchronous_toy import minibatches
 
-from jaxpipe.runtime import tables
+from jaxpipe.runtime import assembly
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
@@ -171,7 +171,7 @@ def replay_gradients(table: TickTable, stage: int) -> None:
 @pytest.mark.pipeline
 def test_executes_with_late_messages_as_on_gpus(monkeypatch):
     """And with two slots, in which chunks stay or move as a whole."""
-    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     options = {"zero": 3, "microbatches": 16, "weight_slots": 2}
     pipe = toys.check("tied", "zb-v", {"stage": 4, "data": 2}, **options)
     assert any(channel.late_edges for channel in pipe.table.channels)
@@ -183,7 +183,7 @@ def test_messages_of_an_asynchronous_pipeline_are_never_late(monkeypatch):
 
     def program(*, overlaps: bool) -> list[str]:
         """Its loops, matmuls and messages, in order: a late message would come before layers."""
-        monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: overlaps)
+        monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: overlaps)
         training = asynchronous_toy.pipeline(Settings(3, 2), start)
         placed = training.pipe.place(start)
         state = training.init(placed, training.optimizer.init(placed), batch)

@@ -11,7 +11,6 @@ from covering import some
 import jaxpipe
 from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.measure.memory import compiled
 
@@ -23,8 +22,7 @@ def layers_in_shares(monkeypatch):
     """Layers of the toy move in so many shares at most; of 8, one of its arrays does not divide."""
 
     def allow(count):
-        most = classmethod(lambda cls, *_: count)
-        monkeypatch.setattr(LayerLayout, "most_shares", most)
+        monkeypatch.setattr(shares, "most", lambda layers: count)
 
     return allow
 

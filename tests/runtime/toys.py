@@ -18,7 +18,7 @@ import toy
 import uneven
 
 import jaxpipe
-from jaxpipe.runtime.tables import Tables
+from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.testing import assert_matches_unpipelined
 
 LAYOUTS = ("tied", "unrolled", "uneven")
@@ -133,9 +133,7 @@ def assert_close(got, expected):
 
 def compute_together(monkeypatch) -> None:
     """Has all stages compute embedding and head together, as if stages split their parameters."""
-    of = Tables.of
-    together = {"together": True}
-    monkeypatch.setattr(Tables, "of", lambda *args, **given: of(*args, **(given | together)))
+    monkeypatch.setattr(Assembly, "_together", True)
 
 
 def updated(pipe: jaxpipe.Pipeline, optimizer, params: dict, gradients: dict) -> dict:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
-from jaxpipe.runtime import tables
+from jaxpipe.runtime import assembly
 from jaxpipe.runtime.measure.costs import end_costs, layer_costs
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay
@@ -26,7 +26,7 @@ GPT = {"vocab_size": 40, "sequence_length": 8, "width": 8, "num_heads": 2}
 @pytest.fixture(autouse=True)
 def overlaps(monkeypatch):
     """The tables of GPUs, whose messages travel under layers."""
-    monkeypatch.setattr(tables, "transfers_overlap", lambda mesh: True)
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
 
 
 def make(task: str, *, stages: int, microbatches: int = 4, asynchronous=None, model=None, **fields):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Self, TypeAlias
 
@@ -25,9 +24,8 @@ from jax.typing import DTypeLike
 from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3, rounded_to
-from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import DevicePart, Slices
+from jaxpipe.runtime.layout.parts import Cut, DevicePart
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -39,7 +37,6 @@ from jaxpipe.runtime.types import (
     LayerParams,
     Leaves,
     Params,
-    Path,
     Shapes,
     Span,
     Stored,
@@ -85,7 +82,7 @@ class Piece:
     ) -> Stored:
         """Replaces the parts; elements that only pad an array become 0."""
         cuts = [leaf.cut(axes, sharded=sharded) for leaf in jax.tree.leaves(self.piece)]
-        padded = map(Slices.with_padding, cuts, parts)
+        padded = map(Cut.with_padding, cuts, parts)
         return jax.tree.unflatten(jax.tree.structure(stored), padded)
 
 
@@ -95,17 +92,22 @@ class LayerLayout(Piece, abc.ABC):
     Unless a layout overrides it, a layer is stored as it is and cells run one loop.
 
     Attributes:
+      rows: canonical layer of every row of every stage, ``[stages, chunks, layers]``, -1 where a
+        chunk has fewer layers than the largest.
       canonical: the user's tree, every array a `Leaf`.
       placed: the arrays of one stage, every one a `Leaf`.
       piece: the arrays that are gathered or reduced at once, every one a `Leaf`.
       num_chunks: number of chunks of a stage.
       num_pieces: number of pieces of a chunk.
+      in_shares: whether a piece may move in shares.
       own_arrays: whether every row has arrays of its own.
       slot_dim: if not, the dimension of a stage's arrays along which slots follow each other.
     """
 
     own_arrays: ClassVar[bool] = False
+    in_shares: ClassVar[bool] = True
     slot_dim: ClassVar[int] = 0
+    rows: np.ndarray
     canonical: Leaves
     placed: Leaves
     num_chunks: int
@@ -117,20 +119,9 @@ class LayerLayout(Piece, abc.ABC):
 
         Args:
           layers: canonical layers, of arrays or shapes.
-          rows: canonical layer of every row of every stage, ``[stages, chunks, layers]``, -1 where
-            a chunk has fewer layers than the largest.
+          rows: as the attribute.
           splits: splits of the arrays, by path in a layer, or in a sequence of layers.
         """
-
-    @classmethod
-    def pieces_of(cls, layers: int) -> int:
-        """Number of pieces of a chunk with room for so many layers."""
-        return layers
-
-    @classmethod
-    def most_shares(cls, layers: Params, splits: Splits) -> int:
-        """Largest number of shares in which a piece may move."""
-        return shares.most(alike(layers, splits)[0])
 
     @abc.abstractmethod
     def slot_shapes(self, count: int) -> Shapes:
@@ -289,16 +280,3 @@ def largest(arrays: Arrays, dtypes: Tree, *, layer_dims: int) -> Tree:
         return jnp.abs(w).max(tuple(range(layer_dims, w.ndim))) if dtype == E4M3 else None
 
     return jax.tree.map(of, arrays, dtypes)
-
-
-def alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:
-    """Makes one layer, and all layers, of a model whose layers are alike; every array a `Leaf`."""
-
-    def leaf_of(path: Path, w: Tree) -> Leaf:
-        return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
-
-    piece = jax.tree.map_with_path(leaf_of, layers)
-    depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
-    return piece, jax.tree.map(
-        lambda leaf: dataclasses.replace(leaf.behind(depth), stage_dim=0), piece
-    )

@@ -1,15 +1,19 @@
-"""The split of one array over the mesh."""
+"""The layout on a mesh of one array, and of a tree of them, canonical and placed."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.parts import AxisSplit, Slices
-from jaxpipe.runtime.mesh import Axes, alone
+from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import sum_dtype
+from jaxpipe.runtime.types import Leaves, Shapes, Shardings, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,10 @@ class Leaf:
             splits=tuple(split._replace(dim=split.dim + shift) for split in self.splits),
         )
 
+    def stacked(self, count: int) -> Leaf:
+        """The leaf of so many such arrays, one after the other, which stages split."""
+        return dataclasses.replace(self.behind(count), stage_dim=0)
+
     def padded(self, num_stages: int) -> Leaf:
         """Pads the dimension that stages split, so that their slices are equal."""
         if self.stage_dim is None:
@@ -104,10 +112,9 @@ class Leaf:
             parts *= split.size if split.dim == dim else 1
         return parts
 
-    def names(self, axes: Axes, *, sharded: bool) -> dict[int, Any]:
+    def names(self, axes: Axes, *, sharded: bool) -> dict[int, tuple[str, ...]]:
         """The mesh axes of every dimension that is split; ``sharded`` says whether data shards
         split it."""
-        pairs: list[tuple[int, tuple[str, ...]]]
         pairs = [(split.dim, split.axes) for split in self.splits]
         if self.stage_dim is not None:
             pairs.append((self.stage_dim, (axes.stage,)))
@@ -116,7 +123,16 @@ class Leaf:
         axes_of: dict[int, tuple[str, ...]] = {}
         for dim, names in pairs:
             axes_of[dim] = (*axes_of.get(dim, ()), *names)
-        return {dim: alone(names) for dim, names in axes_of.items()}
+        return axes_of
+
+    def spec(self, axes: Axes, *, sharded: bool) -> P:
+        """The partition spec of `names`."""
+        names = self.names(axes, sharded=sharded)
+        return P(*[names.get(d) for d in range(len(self.shape))])
+
+    def canonical_spec(self, axes: Axes, num_stages: int) -> P:
+        """The partition spec of the canonical array: see `spread`."""
+        return self.spread(num_stages).spec(axes, sharded=True)
 
     def cut(self, axes: Axes, *, sharded: bool) -> Slices:
         """The cut by which devices share the array; ``sharded``: whether data shards split it."""
@@ -130,3 +146,81 @@ class Leaf:
         if sharded and self.data_dim is not None:
             shape[self.data_dim] //= self.data_parts
         return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
+
+
+class MeshLayout(abc.ABC):
+    """Layout of a tree of arrays on a mesh.
+
+    Attributes:
+      mesh: the mesh.
+      axes: names of its axes.
+    """
+
+    mesh: Mesh
+    axes: Axes
+
+    @property
+    @abc.abstractmethod
+    def canonical(self) -> Leaves:
+        """The canonical tree, every array a `Leaf`."""
+
+    @property
+    @abc.abstractmethod
+    def placed(self) -> Leaves:
+        """The placed tree, every array a `Leaf`."""
+
+    @abc.abstractmethod
+    def place(self, tree: Tree) -> Tree:
+        """Brings a canonical tree into placed order."""
+
+    @abc.abstractmethod
+    def unplace(self, tree: Tree) -> Tree:
+        """Undoes `place`."""
+
+    @property
+    def num_stages(self) -> int:
+        return self.axes.num_stages(self.mesh)
+
+    def canonical_shapes(self) -> Shapes:
+        return jax.tree.map(Leaf.struct, self.canonical)
+
+    def placed_shapes(self) -> Shapes:
+        return jax.tree.map(Leaf.struct, self.placed)
+
+    def specs(self, *, sharded: bool) -> Tree:
+        """Partition specs of the placed tree; ``sharded`` says whether data shards split it."""
+        return jax.tree.map(lambda leaf: leaf.spec(self.axes, sharded=sharded), self.placed)
+
+    def shardings(self, *, sharded: bool) -> Shardings:
+        """Shardings of the placed tree, for `specs`."""
+        return self._shardings(self.specs(sharded=sharded))
+
+    def canonical_specs(self) -> Tree:
+        """Partition specs of the canonical tree, over all devices wherever a size divides."""
+        return jax.tree.map(
+            lambda leaf: leaf.canonical_spec(self.axes, self.num_stages), self.canonical
+        )
+
+    def canonical_shardings(self) -> Shardings:
+        """Shardings of the canonical tree, for `canonical_specs`."""
+        return self._shardings(self.canonical_specs())
+
+    def _shardings(self, specs: Tree) -> Shardings:
+        return jax.tree.map(lambda spec: _compiled_sharding(self.mesh, spec), specs)
+
+
+def _compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
+    """Makes a sharding as compiled programs return it: without axes of one device and final Nones.
+
+    `jax.jit` takes an array whose sharding is only written differently for a new kind of argument.
+    """
+
+    def without_singles(dim: Any) -> Any:
+        names = (dim,) if isinstance(dim, str) else dim or ()
+        kept = tuple(name for name in names if mesh.shape[name] > 1)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    dims = [without_singles(dim) for dim in spec]
+    while dims and dims[-1] is None:
+        dims.pop()
+    return NamedSharding(mesh, P(*dims))

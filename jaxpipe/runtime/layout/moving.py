@@ -12,107 +12,88 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.barriers import Carry, run_if, tie
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.parts import Slices, communicate
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Params, Placed, Stored, Tree
+from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Placed, Stored, Tree
 
 
 @dataclasses.dataclass(frozen=True)
-class Moving:
-    """Moves layers between canonical and placed arrays.
+class LayersOnMesh(MeshLayout):
+    """The layout of layers on a mesh, which moves them between canonical and placed arrays.
+
+    A placed array has shape ``[stages, ...]``, with a stage's part as a `LayerLayout` describes it.
 
     Args:
       layers: layout of the layers.
-      rows: canonical layer of every row, ``[stages, chunks, layers]``, -1 where there is none.
       mesh: the mesh.
       axes: names of its axes.
-      whole: layout of whole arrays, if `layers` is the layout of a device's parts.
     """
 
     layers: LayerLayout
-    rows: np.ndarray
     mesh: Mesh
     axes: Axes
-    whole: LayerLayout | None = None
 
-    def place(self, canonical: Params) -> Placed:
+    @property
+    def canonical(self) -> Leaves:
+        return self.layers.canonical
+
+    @property
+    def placed(self) -> Leaves:
+        return jax.tree.map(lambda leaf: leaf.stacked(self.num_stages), self.layers.placed)
+
+    def place(self, tree: Params) -> Placed:
         """Places layers, split over data."""
-        return _inverse(self._place, self._unplace)(canonical)
+        return _inverse(self._place, self._unplace)(tree)
 
-    def unplace(self, placed: Placed) -> Params:
-        """Undoes `place`."""
-        return _inverse(self._unplace, self._place)(placed)
+    def unplace(self, tree: Placed) -> Params:
+        return _inverse(self._unplace, self._place)(tree)
 
     def _place(self, canonical: Params) -> Placed:
-        local = self._local
-        body = local._place_packed if isinstance(self.layers, Packed) else local._place_alike
+        body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
 
         def own(canonical: Params) -> Placed:
             return jax.tree.map(lambda w: w[None], body(canonical))
 
-        return self._shard_map(own, self.canonical_specs, self._placed_specs)(canonical)
+        return self._shard_map(own, self.canonical_specs(), self.specs(sharded=True))(canonical)
 
     def _unplace(self, placed: Placed) -> Params:
-        local = self._local
-        body = local._unplace_packed if isinstance(self.layers, Packed) else local._unplace_alike
+        body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
 
         def own(placed: Placed) -> Params:
             return body(jax.tree.map(lambda w: w[0], placed))
 
-        return self._shard_map(own, self._placed_specs, self.canonical_specs)(placed)
+        return self._shard_map(own, self.specs(sharded=True), self.canonical_specs())(placed)
 
     def _shard_map(self, body: Callable[..., Tree], given: Tree, returned: Tree) -> Tree:
         return jax.shard_map(
             body, mesh=self.mesh, in_specs=(given,), out_specs=returned, check_vma=False
         )
 
-    @property
-    def canonical_specs(self) -> Tree:
-        """Partition specs of canonical layers."""
-        return jax.tree.map(
-            partial(canonical_spec, axes=self.axes, num_stages=self._num_stages),
-            self.layers.canonical,
-        )
-
-    @property
-    def _placed_specs(self) -> Tree:
-        def spec(leaf: Leaf) -> P:
-            names = leaf.names(self.axes, sharded=True)
-            return P(self.axes.stage, *[names.get(d) for d in range(len(leaf.shape))])
-
-        return jax.tree.map(spec, self.layers.placed)
-
-    @property
-    def _num_stages(self) -> int:
-        return len(self.rows)
-
     # All methods below run on every device, with its part of the arrays.
 
-    @property
-    def _local(self) -> Moving:
-        """The same for a device's part of arrays that model axes split: it stays along these."""
-        return dataclasses.replace(self, layers=self.layers.local, whole=self.layers)
+    @cached_property
+    def _local(self) -> LayerLayout:
+        """The layout of a device's part of arrays that model axes split: it stays along these."""
+        return self.layers.local
 
     def _rearranged(
         self, function: Callable[..., jax.Array], n: int, layer: LayerParams, *, sharded: bool
     ) -> LayerParams:
         """Brings layer n, with its joined arrays, into the order of placed or canonical ones."""
-        assert self.whole is not None
         move = partial(function, axes=self.axes, sharded=sharded)
-        return jax.tree.map(lambda leaf, w: move(w, leaf), self.whole.canonical_of(n), layer)
+        return jax.tree.map(lambda leaf, w: move(w, leaf), self.layers.canonical_of(n), layer)
 
     def _of_stage(self, stage: Index, value: jax.Array) -> jax.Array:
         """Sends the value of one stage to all stages."""
@@ -133,59 +114,59 @@ class Moving:
     @property
     def _in_order(self) -> bool:
         """Whether every stage has the same layers of canonical arrays as of placed ones."""
-        flat = self.rows.reshape(-1)
+        flat = self.layers.rows.reshape(-1)
         return bool(np.array_equal(flat, np.arange(len(flat))))
 
     def _place_alike(self, canonical: Params) -> Arrays:
         def row(chunk: Index, number: Index, arrays: Arrays) -> Arrays:
             if self._in_order:
-                n = chunk * self.rows.shape[2] + number
+                n = chunk * self.layers.rows.shape[2] + number
                 values = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, n, 0, False), canonical)
             else:
                 of_stage = partial(receive, chunk, number)
-                values = lax.fori_loop(0, self._num_stages, of_stage, nothing)
+                values = lax.fori_loop(0, self.num_stages, of_stage, nothing)
             values = self._rearranged(_to_parts, 0, values, sharded=True)
-            return self.layers.write(arrays, self._place_of(chunk, number), values)
+            return self._local.write(arrays, self._place_of(chunk, number), values)
 
         def receive(chunk: Index, number: Index, stage: Index, values: Stored) -> Stored:
-            n = jnp.asarray(self.rows)[stage, chunk, number]
+            n = jnp.asarray(self.layers.rows)[stage, chunk, number]
             is_here = (stage == self._stage) & (n >= 0)
             read = partial(self._read, jnp.maximum(n, 0))
-            layer = jax.tree.map(read, self.layers.canonical, canonical)
+            layer = jax.tree.map(read, self._local.canonical, canonical)
             return jax.tree.map(partial(jnp.where, is_here), layer, values)
 
-        nothing, arrays = map(self._zeros, (self.layers.piece, self.layers.placed))
-        return self.layers.every_layer(self.rows.shape[2], row, arrays)
+        nothing, arrays = map(self._zeros, (self._local.piece, self._local.placed))
+        return self._local.every_layer(self.layers.rows.shape[2], row, arrays)
 
     def _unplace_alike(self, arrays: Arrays) -> Params:
         def row(chunk: Index, number: Index, canonical: Params) -> Params:
-            values = self.layers.read(arrays, self._place_of(chunk, number))
+            values = self._local.read(arrays, self._place_of(chunk, number))
             values = self._rearranged(_from_parts, 0, values, sharded=True)
             if self._in_order:
-                n = chunk * self.rows.shape[2] + number
+                n = chunk * self.layers.rows.shape[2] + number
                 return jax.tree.map(
                     lambda w, value: lax.dynamic_update_index_in_dim(w, value, n, 0),
                     canonical,
                     values,
                 )
             send = partial(spread, chunk, number, values)
-            return lax.fori_loop(0, self._num_stages, send, canonical)
+            return lax.fori_loop(0, self.num_stages, send, canonical)
 
         def spread(
             chunk: Index, number: Index, values: Stored, stage: Index, canonical: Params
         ) -> Params:
-            n = jnp.asarray(self.rows)[stage, chunk, number]
+            n = jnp.asarray(self.layers.rows)[stage, chunk, number]
             layer = jax.tree.map(partial(self._of_stage, stage), values)
-            return jax.tree.map(partial(self._write, n), self.layers.canonical, canonical, layer)
+            return jax.tree.map(partial(self._write, n), self._local.canonical, canonical, layer)
 
-        first = jax.eval_shape(lambda: self.layers.read(arrays, self._place_of(0, 0)))
-        shapes = jax.tree.map(self._own_shape, self.layers.canonical)
+        first = jax.eval_shape(lambda: self._local.read(arrays, self._place_of(0, 0)))
+        shapes = jax.tree.map(self._own_shape, self._local.canonical)
         dtypes = jax.tree.map(lambda w: w.dtype, first)
         nothing = jax.tree.map(lambda dtype, shape: jnp.zeros(shape, dtype), dtypes, shapes)
-        return self.layers.every_layer(self.rows.shape[2], row, nothing)
+        return self._local.every_layer(self.layers.rows.shape[2], row, nothing)
 
     def _place_of(self, chunk: Index, number: Index) -> Tree:
-        return self.layers.layer_at((self._stage, chunk, number), 0)
+        return self._local.layer_at((self._stage, chunk, number), 0)
 
     def _zeros(self, leaves: Tree) -> Tree:
         return jax.tree.map(
@@ -194,7 +175,7 @@ class Moving:
 
     def _read(self, n: Index, leaf: Leaf, w: jax.Array) -> jax.Array:
         """Reads layer n of a canonical array, on all stages."""
-        dim = leaf.spread(self._num_stages).stage_dim
+        dim = leaf.spread(self.num_stages).stage_dim
         row = lax.dynamic_index_in_dim(w, n % len(w), keepdims=False)
         if dim == 0:
             return self._of_stage(n // len(w), row)
@@ -204,34 +185,34 @@ class Moving:
 
     def _write(self, n: Index, leaf: Leaf, w: jax.Array, layer: jax.Array) -> jax.Array:
         """Writes layer n of a canonical array; if n is negative, the array stays as it is."""
-        dim = leaf.spread(self._num_stages).stage_dim
+        dim = leaf.spread(self.num_stages).stage_dim
         is_here, at = n >= 0, jnp.maximum(n, 0) % len(w)
         if dim == 0:
             is_here &= n // len(w) == self._stage
         elif dim is not None:
-            layer = Slices(layer.shape, ((self.axes.stage, dim - 1),)).own(layer)
+            layer = Slices(layer.shape, (((self.axes.stage,), dim - 1),)).own(layer)
         old = lax.dynamic_index_in_dim(w, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(w, jnp.where(is_here, layer, old), at, 0)
 
     # Layers that differ: whole on every device, one after the other.
 
     def _place_packed(self, canonical: Params) -> Arrays:
-        arrays = self._zeros(self.layers.placed)
+        arrays = self._zeros(self._local.placed)
         for n, at in self._layers_in_order():
 
             def put(arrays: Arrays, n: int = n, at: Tree = at) -> Arrays:
                 parts, arrays = tie(canonical[n], arrays)
                 layer = self._each(Slices.whole, n, parts)
                 layer = self._rearranged(_to_parts, n, layer, sharded=False)
-                stored = self.layers.pack(layer, n)
-                place, leaves = self.layers.layer_at(at, n), self.layers.leaves_of(n)
+                stored = self._local.pack(layer, n)
+                place, leaves = self._local.layer_at(at, n), self._local.leaves_of(n)
 
                 def mine(leaf: Leaf, whole: jax.Array, old: jax.Array) -> jax.Array:
                     own = leaf.cut(self.axes, sharded=True).own(whole)
                     return jnp.where(at[0] == self._stage, own, old)
 
-                values = jax.tree.map(mine, leaves, stored, self.layers.read(arrays, place))
-                return self.layers.write(arrays, place, values)
+                values = jax.tree.map(mine, leaves, stored, self._local.read(arrays, place))
+                return self._local.write(arrays, place, values)
 
             arrays = self._in_turn(put, arrays)
         return arrays
@@ -242,26 +223,26 @@ class Moving:
 
             def get(carry: Tree, n: int = n, at: Tree = at) -> Tree:
                 arrays, _ = carry
-                stored = self.layers.read(arrays, self.layers.layer_at(at, n))
+                stored = self._local.read(arrays, self._local.layer_at(at, n))
 
                 def whole(leaf: Leaf, own: jax.Array) -> jax.Array:
                     shape = leaf.data_parts, own.shape[1]
                     cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape)
                     return cut.whole(self._of_stage(at[0], own))
 
-                layer = jax.tree.map(whole, self.layers.leaves_of(n), stored)
-                params = self.layers.unpack(layer, n)
+                layer = jax.tree.map(whole, self._local.leaves_of(n), stored)
+                params = self._local.unpack(layer, n)
                 params = self._rearranged(_from_parts, n, params, sharded=False)
                 # Arrays that a loop does not change would not make the next one wait for it.
                 return tie(arrays, self._each(Slices.own, n, params))
 
             nothing = jax.tree.map(
                 lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),
-                self.layers.canonical[n],
+                self._local.canonical[n],
             )
             arrays, layer = self._in_turn(get, (arrays, nothing))
             layers.append(layer)
-        return type(self.layers.canonical)(layers)
+        return type(self._local.canonical)(layers)
 
     def _in_turn(self, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
         """Runs ``body(carry)`` in a loop, which XLA neither inlines nor runs beside another one.
@@ -272,20 +253,20 @@ class Moving:
 
     def _layers_in_order(self) -> list[tuple[int, tuple[int, int, int]]]:
         """Lists every layer's number and place."""
-        places = {int(n): at for at, n in np.ndenumerate(self.rows) if n >= 0}
+        places = {int(n): at for at, n in np.ndenumerate(self.layers.rows) if n >= 0}
         return sorted(places.items())
 
     def _each(self, fn: Callable[..., Tree], n: int, layer: LayerParams) -> LayerParams:
         """Applies a method of `Slices` to each of a layer's canonical arrays."""
 
         def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
-            return fn(leaf.spread(self._num_stages).cut(self.axes, sharded=True), w)
+            return fn(leaf.spread(self.num_stages).cut(self.axes, sharded=True), w)
 
-        return jax.tree.map(apply, self.layers.canonical[n], layer)
+        return jax.tree.map(apply, self._local.canonical[n], layer)
 
     def _own_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Computes the shape of a device's part of a canonical array."""
-        spec = canonical_spec(leaf, axes=self.axes, num_stages=self._num_stages)
+        spec = leaf.canonical_spec(self.axes, self.num_stages)
         return NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
 
 
@@ -331,9 +312,3 @@ def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) 
     differentiable = jax.custom_vjp(forward)
     differentiable.defvjp(lambda tree: (forward(tree), None), lambda _, moved: (backward(moved),))
     return run
-
-
-def canonical_spec(leaf: Leaf, *, axes: Axes, num_stages: int) -> P:
-    """The partition spec of a canonical array."""
-    names = leaf.spread(num_stages).names(axes, sharded=True)
-    return P(*[names.get(d) for d in range(len(leaf.shape))])

@@ -7,7 +7,7 @@ layers, and all stages still run one program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxpipe.runtime.layout.layer_layout import DeviceParts, LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import AxisSplit, DevicePart, Window
+from jaxpipe.runtime.layout.parts import AxisSplit, Cut, DevicePart, Flat
 from jaxpipe.runtime.layout.shares import Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -28,7 +28,6 @@ from jaxpipe.runtime.types import (
     Index,
     LayerParams,
     Leaves,
-    Params,
     Shapes,
     Stored,
     Tree,
@@ -47,21 +46,22 @@ class _Columns(NamedTuple):
 class Packed(LayerLayout):
     """Parameters of layers that differ, one tree per layer.
 
-    A layer's parameters of one group are stored as ``[data, columns]``, flat and padded to a
-    multiple of the data shards; a stage's array is ``[data, all columns]``. Devices along a model
-    axis each pack their own part.
+    An array is stored as ``[data, columns]``, flat and padded to a multiple of the data shards; a
+    layer's arrays of one group lie beside each other, and so do a stage's layers. Devices along a
+    model axis each pack their own part.
 
-    Two layers a and b of 5 and 3 float32 in one chunk take 3 and 2 columns on 2 data shards::
+    Two layers in one chunk, of arrays a and b, and c, of 5, 2 and 3 float32, on 2 data shards::
 
-        shard 0  a0 a1 a2 | b0 b1
-        shard 1  a3 a4  0 | b2  0
+        shard 0  a0 a1 a2  b0 | c0 c1
+        shard 1  a3 a4  0  b1 | c2  0
     """
 
+    in_shares = False
     slot_dim = 1
     num_pieces = 1
 
     def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, splits: Splits) -> None:
-        self.num_chunks = rows.shape[1]
+        self.rows, self.num_chunks = rows, rows.shape[1]
         self.canonical = jax.tree.map_with_path(splits.leaf, layers)
         leaves = {self.group_of(leaf): leaf for leaf in jax.tree.leaves(self.canonical)}
         self._groups = {g: leaves[g] for g in sorted(leaves)}
@@ -88,18 +88,10 @@ class Packed(LayerLayout):
         return " ".join((str(leaf.dtype), *leaf.apart))
 
     def _columns_of_layer(self, layer: Leaves) -> dict[str, int]:
-        size = dict.fromkeys(self._groups, 0)
+        columns = dict.fromkeys(self._groups, 0)
         for leaf in jax.tree.leaves(layer):
-            size[self.group_of(leaf)] += math.prod(leaf.local.shape)
-        return {g: -(-n // self._groups[g].data_parts) for g, n in size.items()}
-
-    @classmethod
-    def pieces_of(cls, layers: int) -> int:
-        return 1
-
-    @classmethod
-    def most_shares(cls, layers: Params, splits: Splits) -> int:
-        return 1
+            columns[self.group_of(leaf)] += _columns_of(leaf)
+        return columns
 
     def _leaves(self, columns: dict[str, int]) -> dict[str, Leaf]:
         return {g: _group_leaf(self._groups[g], n) for g, n in columns.items()}
@@ -124,7 +116,7 @@ class Packed(LayerLayout):
         return _Columns(start, width)
 
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Columns:
-        assert share is None  # `most_shares` is 1: pieces move as a whole
+        assert share is None  # pieces move as a whole
         valid = None
         if slot is None:
             valid = {g: jnp.asarray(n)[at[:2]] for g, n in self._chunk_columns.items()}
@@ -154,27 +146,41 @@ class Packed(LayerLayout):
     def compute_dtypes(self, dtype_of: Callable[[str, jax.ShapeDtypeStruct], DTypeLike]) -> Tree:
         return {g: dtype_of("layers", leaf.struct()) for g, leaf in self.piece.items()}
 
-    def _places(self, example: int) -> Iterator[tuple[str, int, Leaf]]:
-        """Yields every array of a layer in tree order: its group, its first element in the group's
-        flat array, and its leaf. `pack` joins in this order."""
-        taken = dict.fromkeys(self._groups, 0)
+    def _arrays(self, stored: Stored, example: int) -> list[jax.Array]:
+        """The columns of each of a layer's arrays, in the order of its tree, in which `_joined`
+        puts them beside each other."""
+        taken, found = dict.fromkeys(stored, 0), []
         for leaf in jax.tree.leaves(self.canonical[example]):
-            g = self.group_of(leaf)
-            yield g, taken[g], leaf
-            taken[g] += math.prod(leaf.local.shape)
+            g, columns = self.group_of(leaf), _columns_of(leaf)
+            found.append(lax.slice_in_dim(stored[g], taken[g], taken[g] + columns, axis=1))
+            taken[g] += columns
+        return found
 
-    def _windows(self, example: int, axes: Axes) -> Iterator[tuple[str, Window]]:
-        """Yields the group of each of a layer's arrays, and its place there."""
-        for g, start, leaf in self._places(example):
-            local, columns = leaf.cut(axes, sharded=False), self._layer_columns[example][g]
-            yield g, Window(local, leaf.local.shape, start, columns, axes.sharding(leaf.apart))
+    def _joined(self, arrays: Sequence[jax.Array], example: int) -> Stored:
+        """Undoes `_arrays`."""
+        by_group: dict[str, list[jax.Array]] = {g: [] for g in self.leaves_of(example)}
+        for leaf, w in zip(jax.tree.leaves(self.canonical[example]), arrays, strict=True):
+            by_group[self.group_of(leaf)].append(w)
+        return {g: jnp.concatenate(columns, axis=1) for g, columns in by_group.items()}
+
+    def _cuts(self, example: int, axes: Axes, *, sharded: bool) -> list[Cut]:
+        """The cuts of a layer's arrays, in the order of its tree."""
+        leaves = jax.tree.leaves(self.canonical[example])
+        cuts = [leaf.cut(axes, sharded=False) for leaf in leaves]
+        if not sharded:
+            return cuts
+        return [
+            Flat(cut, leaf.local.shape, axes.sharding(leaf.apart))
+            for cut, leaf in zip(cuts, leaves, strict=True)
+        ]
 
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
-        if sharded:
-            windows = self._windows(example, axes)
-            return [DevicePart(window.read(stored[g]), window) for g, window in windows]
-        cuts = [leaf.cut(axes, sharded=False) for _, _, leaf in self._places(example)]
-        return list(map(DevicePart, jax.tree.leaves(self.unpack(stored, example)), cuts))
+        values = (
+            [columns[0] for columns in self._arrays(stored, example)]
+            if sharded
+            else jax.tree.leaves(self.unpack(stored, example))
+        )
+        return list(map(DevicePart, values, self._cuts(example, axes, sharded=sharded)))
 
     def of_parts(
         self, parts: DeviceParts, stored: Stored, example: int, axes: Axes, *, sharded: bool
@@ -182,32 +188,31 @@ class Packed(LayerLayout):
         if not sharded:
             tree = jax.tree.structure(self.canonical[example])
             return self.pack(jax.tree.unflatten(tree, parts), example)
-        stored = dict(stored)
-        for (g, window), part in zip(self._windows(example, axes), parts, strict=True):
-            stored[g] = window.write(stored[g], part)
-        return stored
+        padded = map(Cut.with_padding, self._cuts(example, axes, sharded=True), parts)
+        return self._joined([part[None] for part in padded], example)
 
     def leaves_of(self, example: int) -> Leaves:
         return {g: self.piece[g] for g, n in self._layer_columns[example].items() if n}
 
     def pack(self, params: LayerParams, example: int) -> Stored:
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(self.canonical[example]), strict=True)
-        flat = [(self.group_of(leaf), w.reshape(-1)) for w, leaf in pairs]
+        def pack(leaf: Leaf, w: jax.Array) -> jax.Array:
+            columns, data = _columns_of(leaf), leaf.data_parts
+            return jnp.pad(w.reshape(-1), (0, data * columns - w.size)).reshape(data, columns)
 
-        def pack_group(g: str, columns: int) -> jax.Array:
-            joined = jnp.concatenate([w for group, w in flat if group == g])
-            data = self._groups[g].data_parts
-            return jnp.pad(joined, (0, data * columns - joined.size)).reshape(data, columns)
-
-        return {g: pack_group(g, n) for g, n in self._layer_columns[example].items() if n}
+        packed = jax.tree.map(pack, self.canonical[example], params)
+        return self._joined(jax.tree.leaves(packed), example)
 
     def unpack(self, stored: Stored, example: int) -> LayerParams:
-        flat = {g: w.reshape(-1) for g, w in stored.items()}
-        values = [
-            flat[g][start : start + math.prod(leaf.local.shape)].reshape(leaf.local.shape)
-            for g, start, leaf in self._places(example)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(self.canonical[example]), values)
+        leaves, structure = jax.tree.flatten(self.canonical[example])
+        shapes = [leaf.local.shape for leaf in leaves]
+        arrays = zip(self._arrays(stored, example), shapes, strict=True)
+        values = [w.reshape(-1)[: math.prod(shape)].reshape(shape) for w, shape in arrays]
+        return jax.tree.unflatten(structure, values)
+
+
+def _columns_of(leaf: Leaf) -> int:
+    """Columns of an array: the elements that each data shard holds of a device's part."""
+    return -(-math.prod(leaf.local.shape) // leaf.data_parts)
 
 
 def _group_leaf(group: Leaf, columns: int) -> Leaf:

@@ -11,16 +11,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.types import Tree
-
-Axis: TypeAlias = str | tuple[str, ...]
-"""A mesh axis, or several that act as one."""
 
 _REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
     "reduce_sum": (lambda part: jnp.sum(part, dtype=part.dtype), lax.psum, 0),
@@ -32,10 +29,6 @@ _REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
 """Primitives that reduce: on one device, across devices, and the result of nothing."""
 
 
-def _names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
-
-
 def can_reduce(name: str, dtype: Any) -> bool:
     """Whether `Cut.reduce` knows a primitive: its result of nothing must be of that dtype."""
     if name not in _REDUCTIONS:
@@ -44,7 +37,9 @@ def can_reduce(name: str, dtype: Any) -> bool:
     return bool(not of_numbers or jnp.issubdtype(dtype, jnp.floating))
 
 
-def communicate(collective: Callable[..., Tree], array: jax.Array, axes: Axis) -> jax.Array:
+def communicate(
+    collective: Callable[..., Tree], array: jax.Array, axes: str | tuple[str, ...]
+) -> jax.Array:
     """Runs a collective over mesh axes; also on booleans, which collectives do not take."""
     number = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
     return collective(number, axes).astype(array.dtype)
@@ -82,6 +77,11 @@ class Cut(abc.ABC):
         counts = self.counts()
         total = local(part if counts is None else jnp.where(counts, part, nothing))
         return communicate(across, total, self.axes) if self.axes else total
+
+    def with_padding(self, part: jax.Array) -> jax.Array:
+        """Sets the elements that only pad a part to zero."""
+        counts = self.counts()
+        return part if counts is None else jnp.where(counts, part, jnp.zeros((), part.dtype))
 
 
 class DevicePart(NamedTuple):
@@ -138,38 +138,38 @@ class AxisSplit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Slices(Cut):
-    """A cut in which some dimensions are split over a mesh axis each; the last part may be padded.
+    """A cut in which some dimensions are split over mesh axes each; the last part may be padded.
 
     Args:
       shape: shape of the whole array.
-      dims: the dimension that each axis splits.
+      dims: the dimensions, with the axes that split each.
       joined: the splits of dimensions in which several arrays are joined.
     """
 
     shape: tuple[int, ...]
-    dims: tuple[tuple[Axis, int], ...]
+    dims: tuple[tuple[tuple[str, ...], int], ...]
     joined: tuple[AxisSplit, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(name for axis, _ in self.dims for name in _names(axis))
+        return tuple(name for axes, _ in self.dims for name in axes)
 
-    def _size(self, axis: Axis, dim: int) -> int:
-        return -(-self.shape[dim] // lax.axis_size(axis))
+    def _size(self, axes: tuple[str, ...], dim: int) -> int:
+        return -(-self.shape[dim] // lax.axis_size(axes))
 
     def own(self, whole: jax.Array) -> jax.Array:
         for split in self.joined:
             whole = split.in_parts(whole)
-        for axis, dim in self.dims:
-            size = self._size(axis, dim)
-            room = size * lax.axis_size(axis) - self.shape[dim]
+        for axes, dim in self.dims:
+            size = self._size(axes, dim)
+            room = size * lax.axis_size(axes) - self.shape[dim]
             padded = jnp.pad(whole, [(0, room if d == dim else 0) for d in range(whole.ndim)])
-            whole = lax.dynamic_slice_in_dim(padded, lax.axis_index(axis) * size, size, dim)
+            whole = lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * size, size, dim)
         return whole
 
     def whole(self, part: jax.Array) -> jax.Array:
-        for axis, dim in self.dims:
-            part = lax.all_gather(part, axis, axis=dim, tiled=True)
+        for axes, dim in self.dims:
+            part = lax.all_gather(part, axes, axis=dim, tiled=True)
             part = lax.slice_in_dim(part, 0, self.shape[dim], axis=dim)
         for split in self.joined:
             part = split.in_order(part)
@@ -177,42 +177,30 @@ class Slices(Cut):
 
     def counts(self) -> jax.Array | None:
         masks = []
-        for axis, dim in self.dims:
-            size = self._size(axis, dim)
-            if size * lax.axis_size(axis) > self.shape[dim]:
-                at = lax.axis_index(axis) * size + jnp.arange(size)
+        for axes, dim in self.dims:
+            size = self._size(axes, dim)
+            if size * lax.axis_size(axes) > self.shape[dim]:
+                at = lax.axis_index(axes) * size + jnp.arange(size)
                 inside = at < self.shape[dim]
                 masks.append(
                     inside.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
                 )
         return math.prod(masks[1:], start=masks[0]) if masks else None
 
-    def with_padding(self, part: jax.Array) -> jax.Array:
-        """Sets the elements that only pad a part to zero."""
-        counts = self.counts()
-        return part if counts is None else jnp.where(counts, part, jnp.zeros((), part.dtype))
-
 
 @dataclasses.dataclass(frozen=True)
-class Window(Cut):
-    """A cut in which the flat array is a section of rows that data shards hold.
-
-    A part is as long as the largest piece of the array in a row; where a shard holds less of the
-    array, or nothing, its part has other elements beside.
+class Flat(Cut):
+    """A cut in which data shards hold equal parts of the flat array; the last may be padded.
 
     Args:
-      local: split of the whole array over model axes; rows hold a device's part of it, flat.
+      local: split of the whole array over model axes; data shards split a device's part of it.
       own_shape: shape of a device's part.
-      start: place of its first element among those of all rows.
-      columns: length of a row.
-      data: the axis of the data shards.
+      data: axes of the data shards.
     """
 
     local: Slices
     own_shape: tuple[int, ...]
-    start: int
-    columns: int
-    data: Axis
+    data: tuple[str, ...]
 
     # Other cuts are given their shape; mypy has no read-only attributes to say so.
     @property
@@ -222,50 +210,17 @@ class Window(Cut):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (*self.local.axes, *_names(self.data))
+        return (*self.local.axes, *self.data)
 
     @property
-    def size(self) -> int:
-        """Number of elements of a device's part, in its own row and those of other shards."""
-        return math.prod(self.own_shape)
-
-    @property
-    def length(self) -> int:
-        """Number of elements of a data shard's part."""
-        return min(self.columns, self.size)
-
-    def read(self, row: jax.Array) -> jax.Array:
-        """Reads this shard's part from its row ``[1, columns]``."""
-        return lax.dynamic_slice_in_dim(row[0], self._first(), self.length)
-
-    def write(self, row: jax.Array, part: jax.Array) -> jax.Array:
-        """Writes a part into the row; elements that do not belong to the array stay."""
-        new = jnp.where(self.counts(), part.astype(row.dtype), self.read(row))
-        return lax.dynamic_update_slice_in_dim(row, new[None], self._first(), axis=1)
-
-    def _first(self) -> jax.Array:
-        """Column of the part's first element."""
-        begin = self.start - lax.axis_index(self.data) * self.columns
-        return jnp.clip(begin, 0, self.columns - self.length)
-
-    def _offset(self) -> jax.Array:
-        """Place, within the array, of the part's first element; it may lie before or behind it."""
-        return lax.axis_index(self.data) * self.columns + self._first() - self.start
+    def _shards(self) -> Slices:
+        return Slices((math.prod(self.own_shape),), ((self.data, 0),) if self.data else ())
 
     def own(self, whole: jax.Array) -> jax.Array:
-        # If no element belongs to the array, the start may be out of range; values do not matter.
-        flat = jnp.pad(self.local.own(whole).reshape(-1), self.length)
-        return lax.dynamic_slice_in_dim(flat, self._offset() + self.length, self.length)
+        return self._shards.own(self.local.own(whole).reshape(-1))
 
     def whole(self, part: jax.Array) -> jax.Array:
-        counted = jnp.where(self.counts(), part, jnp.zeros((), part.dtype))
-        room = jnp.zeros(self.size + 2 * self.length, part.dtype)
-        start = self._offset() + self.length
-        placed = lax.dynamic_update_slice_in_dim(room, counted, start, 0)
-        rows = communicate(lax.psum, placed, self.data)
-        own = rows[self.length : self.length + self.size].reshape(self.own_shape)
-        return self.local.whole(own)
+        return self.local.whole(self._shards.whole(part).reshape(self.own_shape))
 
-    def counts(self) -> jax.Array:
-        at = self._offset() + jnp.arange(self.length)
-        return (at >= 0) & (at < self.size)
+    def counts(self) -> jax.Array | None:
+        return self._shards.counts()

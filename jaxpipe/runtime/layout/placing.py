@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +12,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxpipe.runtime import checks, host
-from jaxpipe.runtime.layout.tree_layout import TreeLayout
-from jaxpipe.runtime.layout.whole_model import Layout, StateLayout, WithFrozen
+from jaxpipe.runtime.layout.leaf import MeshLayout
 from jaxpipe.runtime.mesh import explicit_context
-from jaxpipe.runtime.trees import deleted, strongly_typed
+from jaxpipe.runtime.trees import deleted, is_sequence, mismatches, shapes_of, strongly_typed
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
@@ -46,7 +46,7 @@ class Placing:
 
     def __init__(
         self,
-        layout: Layout | WithFrozen | StateLayout | TreeLayout,
+        layout: MeshLayout,
         *,
         sharded: bool,
         name: str,
@@ -79,23 +79,20 @@ class Placing:
         self._unplace = jax.jit(unplace, out_shardings=self.canonical_shardings)
         self._undo = unplace
 
-    def place(self, tree: Tree, *, dtypes: bool = True) -> Tree:
-        """Places a canonical tree; ``dtypes`` says whether dtypes must agree, too."""
-        problems = checks.canonical(
-            self._name, tree, self.canonical, if_placed=self.placed, dtypes=dtypes
-        )
-        refuse([*explicit_context(), *problems])
+    def place(self, tree: Tree) -> Tree:
+        """Places a canonical tree."""
+        refuse([*explicit_context(), *self.canonical_problems(self._name, tree)])
         return self._place(_spread(tree, self.canonical_shardings))
 
     def unplace(self, tree: Tree, *, dtypes: bool = True) -> Tree:
-        """Undoes `place`."""
+        """Undoes `place`; ``dtypes`` says whether dtypes must agree, too."""
         refuse(self.problems("placed", tree, dtypes=dtypes))
         return self._unplace(tree)
 
-    def to_host(self, tree: Tree, *, dtypes: bool = True) -> Tree:
+    def to_host(self, tree: Tree) -> Tree:
         """Unplaces a tree into the memory of the host, if devices have some, part by part: beside
         the placed tree they hold one part of the canonical tree at a time (`HOST_PARTS`)."""
-        refuse(self.problems("placed", tree, dtypes=dtypes))
+        refuse(self.problems("placed", tree))
         leaves: list[jax.Array] = []
         for part in self.parts:
             leaves += jax.block_until_ready(part(tree))
@@ -120,11 +117,57 @@ class Placing:
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
         """Lists what is wrong with a placed tree, or with the place where it is used."""
-        method, canonical = METHODS[self._name], self.canonical
-        wrong = checks.placed(
-            name, tree, self.placed, if_canonical=canonical, method=method, dtypes=dtypes
-        )
-        return [*explicit_context(), *deleted(**{name: tree}), *wrong]
+        method = METHODS[self._name]
+        lines = mismatches(name, tree, self.placed, dtypes=dtypes)
+        if lines and not mismatches(name, tree, self.canonical, dtypes=False):
+            lines = [f"{name} is in canonical order, not placed; call `{method}` first."]
+        elif lines:
+            is_cast = not mismatches(name, tree, self.placed, dtypes=False)
+            must = f"{name} must be as `{method}` returns it."
+            lines.append(f"Cast {name} to these dtypes." if is_cast else must)
+        return [*explicit_context(), *deleted(**{name: tree}), *lines]
+
+    def canonical_problems(self, name: str, tree: Tree) -> list[str]:
+        """Lists what is wrong with a canonical tree."""
+        tree = _contained_alike(tree, self.canonical)
+        lines = mismatches(name, tree, self.canonical)
+        if not lines:
+            return []
+        if not mismatches(name, tree, self.placed, dtypes=False):
+            return [f"{name} is placed already."]
+        if not mismatches(name, tree, self.canonical, dtypes=False):
+            return [*lines, f"Cast {name} to these dtypes."]
+        if isinstance(self.canonical, dict) and not isinstance(tree, dict):
+            lines.append(f"The state of an optimizer is placed by `{METHODS['state']}`.")
+        return [*_other_layers(name, tree, self.canonical), *lines]
+
+
+def _contained_alike(tree: Tree, expected: Shapes) -> Tree:
+    """The tree with its layers in a tuple or a list, as they are expected: both are as good."""
+    if is_sequence(tree) and is_sequence(expected):
+        return type(expected)(tree)
+    if isinstance(tree, dict) and isinstance(expected, dict) and "layers" in tree:
+        layers = _contained_alike(tree["layers"], expected["layers"])
+        return tree | {"layers": layers}
+    return tree
+
+
+def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
+    """Says it if layers are given in the other form, or too many or too few of them."""
+    if not isinstance(tree, dict) or "layers" not in tree:
+        return
+    at, layers, depth = f"{name}['layers']", tree["layers"], checks.num_layers(expected["layers"])
+    if is_sequence(layers) != is_sequence(expected["layers"]):
+        forms = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
+        found, wanted = forms if is_sequence(layers) else forms[::-1]
+        yield f"{at} is {found}; expected {wanted}."
+    elif is_sequence(layers):
+        if len(layers) != depth:
+            yield f"{at} holds {len(layers)} layers; expected {depth}."
+    else:
+        leading = {leaf.shape[:1] for leaf in jax.tree.leaves(shapes_of(layers))}
+        if len(leading) == 1 and leading.isdisjoint({(), (depth,)}):
+            yield f"{at} holds {leading.pop()[0]} layers; expected {depth}."
 
 
 def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:

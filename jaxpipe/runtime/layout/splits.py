@@ -84,7 +84,7 @@ def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Spl
             for dim, entry in enumerate(_spec(spec))
             if _names(entry)
         )
-    return Splits({name: mesh.shape[name] for name in axes.split_names}, splits)
+    return Splits({name: mesh.shape[name] for name in axes.split}, splits)
 
 
 def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[str]:
@@ -139,13 +139,13 @@ def _misfits(
     at: str, spec: P | Joined, shape: tuple[int, ...], padded: int | None, mesh: Mesh, axes: Axes
 ) -> Iterator[str]:
     """Says why an array cannot be split so; the dimension ``padded`` may be padded."""
-    allowed = (*axes.model, *axes.split_names)
+    allowed = (*axes.model, *axes.split)
     for dim, entry in enumerate(_spec(spec)):
         for name in _names(entry):
             if name not in allowed or name not in mesh.shape:
                 yield (
                     f"{at} is split over {name!r}, which is none of Model.axes={axes.model} "
-                    f"and no axis of data shards: {axes.split_names}."
+                    f"and no axis of data shards: {axes.split}."
                 )
                 return
         parts = math.prod(mesh.shape[name] for name in _names(entry))

@@ -15,15 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layout.alike import Stacked
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.splits import Splits
-from jaxpipe.runtime.layout.stacked import Stacked
-from jaxpipe.runtime.layout.whole_model import Layout, compiled_sharding, outer_of
-from jaxpipe.runtime.types import Leaves, Path, Shapes, Shardings, Tree, Unit
+from jaxpipe.runtime.layout.whole_model import Layout, outer_of
+from jaxpipe.runtime.types import Leaves, Path, Shapes, Tree, Unit
 
 
 def layer_by_layer(params: Layout) -> Shapes:
@@ -32,7 +31,7 @@ def layer_by_layer(params: Layout) -> Shapes:
     return {**params.canonical_shapes(), "layers": layers}
 
 
-class TreeLayout:
+class TreeLayout(MeshLayout):
     """Layout of a tree of components.
 
     Args:
@@ -41,69 +40,53 @@ class TreeLayout:
 
     Attributes:
       components: layout of each component, in the order of the tree.
-      rest: shapes of the leaves that belong to no parameter.
+      rest: the leaves that belong to no parameter, each a `Leaf`.
       units: what each leaf belongs to: the number of a layer, the name of another part, such as
         "embed", or None.
     """
 
     def __init__(self, shapes: Shapes, params: Layout) -> None:
-        self._mesh = params.mesh
+        self.mesh, self.axes = params.mesh, params.axes
         is_component = _component_test(params)
         self._tree: Tree
         nodes, self._tree = jax.tree.flatten(shapes, is_leaf=is_component)
-        self._nodes = [_layout(node, params) if is_component(node) else node for node in nodes]
-        self.components = [node for node in self._nodes if isinstance(node, Layout)]
-        self.rest = [node for node in self._nodes if not isinstance(node, Layout)]
+        self._is_component = list(map(is_component, nodes))
+        components, rest = self._divide(nodes)
+        self.components = [_layout(node, params) for node in components]
+        self.rest = [Leaf(leaf.shape, leaf.dtype, None, None) for leaf in rest]
         units = [_units(node) if is_component(node) else [None] for node in nodes]
         self.units = list(itertools.chain(*units))
 
     def split(self, tree: Tree) -> tuple[list[Tree], list[Tree]]:
         """Splits a tree into its components and its other leaves."""
-        nodes = list(zip(self._nodes, self._tree.flatten_up_to(tree), strict=True))
-        components = [part for node, part in nodes if isinstance(node, Layout)]
-        return components, [part for node, part in nodes if not isinstance(node, Layout)]
+        return self._divide(self._tree.flatten_up_to(tree))
+
+    def _divide(self, nodes: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
+        pairs = list(zip(nodes, self._is_component, strict=True))
+        components = [node for node, is_component in pairs if is_component]
+        return components, [node for node, is_component in pairs if not is_component]
 
     def join(self, components: Sequence[Tree], rest: Sequence[Tree]) -> Tree:
         """Undoes `split`."""
-        sources = iter(components), iter(rest)
-        nodes = [next(sources[not isinstance(node, Layout)]) for node in self._nodes]
-        return jax.tree.unflatten(self._tree, nodes)
+        sources = iter(rest), iter(components)
+        return jax.tree.unflatten(self._tree, [next(sources[n]) for n in self._is_component])
 
-    def _each(self, fn: Callable[..., Tree], rest: Sequence[Tree], *trees: Sequence[Tree]) -> Tree:
-        return self.join([fn(*args) for args in zip(self.components, *trees, strict=True)], rest)
+    @property
+    def canonical(self) -> Leaves:
+        """The canonical tree; layers that are alike are stacked if those of the parameters are."""
+        return self.join([component.canonical for component in self.components], self.rest)
+
+    @property
+    def placed(self) -> Leaves:
+        return self.join([component.placed for component in self.components], self.rest)
 
     def place(self, tree: Tree) -> Tree:
-        """Brings a canonical tree into placed order."""
         components, rest = self.split(tree)
-        return self._each(Layout.place, rest, components)
+        return self.join(list(map(Layout.place, self.components, components)), rest)
 
     def unplace(self, tree: Tree) -> Tree:
-        """Undoes `place`."""
         components, rest = self.split(tree)
-        return self._each(Layout.unplace, rest, components)
-
-    def placed_shapes(self) -> Shapes:
-        """Shapes of the placed tree."""
-        return self._each(Layout.placed_shapes, self.rest)
-
-    def canonical_shapes(self) -> Shapes:
-        """Shapes of the canonical tree: layers stacked, where they are alike and the parameters'
-        layers are."""
-        return self._each(Layout.canonical_shapes, self.rest)
-
-    def specs(self, *, sharded: bool) -> Tree:
-        """Partition specs of the placed tree, over data or not."""
-        return self._each(lambda layout: layout.specs(sharded=sharded), [P()] * len(self.rest))
-
-    def shardings(self, *, sharded: bool) -> Shardings:
-        """Shardings of the placed tree, for `specs`."""
-        rest = [compiled_sharding(self._mesh, P())] * len(self.rest)
-        return self._each(lambda layout: layout.shardings(sharded=sharded), rest)
-
-    def canonical_shardings(self) -> Shardings:
-        """Shardings of the canonical tree, over all devices as far as the sizes divide."""
-        rest = [compiled_sharding(self._mesh, P())] * len(self.rest)
-        return self._each(Layout.canonical_shardings, rest)
+        return self.join(list(map(Layout.unplace, self.components, components)), rest)
 
 
 def _component_test(params: Layout) -> Callable[[Tree], bool]:
@@ -138,11 +121,11 @@ def _layout(component: Shapes, params: Layout) -> Layout:
 
     layers = _layers(component["layers"], params)
     leaves = jax.tree.map_with_path(leaf, whole)
-    return Layout(layers, leaves, params.mesh, params.axes, params.rows)
+    return Layout(layers, leaves, params.mesh, params.axes)
 
 
 def _layers(layers: Shapes, params: Layout) -> LayerLayout:
-    like, rows = type(params.layers), params.rows
+    like, rows = type(params.layers), params.layers.rows
     if isinstance(layers, optax.MaskedNode):
         return Stacked(layers, rows, _splits(layers, (), params))
     own = tuple(params.layers.canonical_of(n) for n in range(params.num_layers))
@@ -166,7 +149,7 @@ def _alike(shapes: Shapes, own: Leaves) -> Iterator[tuple[Path, Leaf]]:
 
 def _splits(shapes: Shapes, own: Leaves, params: Layout) -> Splits:
     """Makes the splits of a component's arrays; model axes split them like the parameters."""
-    data = {name: params.mesh.shape[name] for name in params.axes.split_names}
+    data = {name: params.mesh.shape[name] for name in params.axes.split}
     return Splits(data, {path: leaf.splits for path, leaf in _alike(shapes, own)})
 
 

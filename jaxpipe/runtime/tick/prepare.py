@@ -15,7 +15,7 @@ from jaxpipe.runtime.layers.jaxprs import collectives
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.whole_model import SHARED, Layout, layer_rows
+from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.tick.fixed import (
     CARRY,
     CARRY_GRADIENT,
@@ -53,7 +53,7 @@ def fix(
     gradients: GradientSink | None,
 ) -> Fixed:
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
-    rows, numbers = layer_rows(setup.table), range(sum(setup.table.layer_counts))
+    rows, numbers = setup.layout.layers.rows, range(sum(setup.table.layer_counts))
     model, axes = setup.model, setup.layout.axes
     stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
     rows_of_one, rng = jax.eval_shape(lambda: context_of(batch, 0, 0, shard))

@@ -115,7 +115,7 @@ class PerUnit:
         layers = [units.slices(n) for n in range(params.num_layers)]
         outer = {name: units.slices(name) for name in params.outer}
         self._layer_groups = [  # [round][group]
-            _grouped(self._layer_layouts, slices, params.rows)
+            _grouped(self._layer_layouts, slices, params.layers.rows)
             for slices in zip(*layers, strict=True)
         ]
         pieces = {name: [Piece(c.outer[name]) for c in self._components] for name in outer}
@@ -246,7 +246,7 @@ class PerUnit:
 
     def _each_layer(self, body: Callable[..., Tree], carry: Tree) -> Tree:
         """Runs ``body(at, carry)`` for every row of this stage."""
-        stage, count = lax.axis_index(self._axes.stage), self._params.rows.shape[2]
+        stage, count = lax.axis_index(self._axes.stage), self._params.layers.rows.shape[2]
         return self._params.layers.every_layer(
             count, lambda chunk, row, carry: body((stage, chunk, row), carry), carry
         )

@@ -47,7 +47,7 @@ def update(
         placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.options.zero, extra=shapes)
     grads = trained_part(grads)  # those of `jax.grad` are 0 for what is not trained
     problems = pipe.trained_placing.problems("grads", grads)
-    problems += checks.optimizer_state("state", state, placed.placing.placed)
+    problems += placed.placing.problems("state", state)
     refuse([*problems, *pipe.params_placing.problems("params", params)])
     if placed.on_host:
         state, grads = host.fetch(state, grads)
@@ -150,8 +150,8 @@ def train_step(pipe: Assembly, optimizer: optax.GradientTransformation, update: 
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key = None, states: States = None
     ) -> tuple[Tree, Placed, OptimizerState]:
-        shapes = pipe.placed_optimizer(optimizer).placing.placed
-        others = [*checks.optimizer_state("state", state, shapes), *checks.key(rng)]
+        placing = pipe.placed_optimizer(optimizer).placing
+        others = [*placing.problems("state", state), *checks.key(rng)]
         pipe.check("params", params, batch, states, others)
         return run(params, state, batch, rng, states)
 

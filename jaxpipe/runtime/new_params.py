@@ -1,29 +1,113 @@
-"""Placed parameters that are read layer by layer, from files or another framework.
-
-Every device is filled by itself, without programs that span devices: a process reads only what its
-own devices hold, and a device holds no more than its part and one layer.
-"""
+"""Parameters made, or read, where they belong: no device and no host ever holds the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.layout.alike import Unrolled
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.unrolled import Unrolled
+from jaxpipe.runtime.layout.parts import AxisSplit
 from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import is_sequence, mismatches, select
-from jaxpipe.runtime.types import Arrays, At, LayerParams, Placed, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, LayerParams, Params, Placed, Shapes, Stored, Tree
 from jaxpipe.schedule.problems import refuse
 
 ReadPart: TypeAlias = Callable[..., Tree]
 """``read("embed")`` and ``read("head")`` return these parts, ``read("layers", n)`` layer n."""
+
+
+def init_params(pipe: Pipeline, init: Callable[[jax.Array], Params], key: jax.Array) -> Placed:
+    """Makes ``pipe.place(init(key))`` on the devices that hold it, never whole anywhere.
+
+    Random bits are the same wherever they are drawn; XLA may round what is computed from them
+    differently in the last place where it computes fewer at once.
+
+    Args:
+      pipe: where parameters are placed.
+      init: a function of the key alone that returns canonical parameters; `jax.jit` must take it.
+        An array that XLA cannot split is whole on a device while it is made: random numbers,
+        constants and `jax.vmap` over layers split, a decomposition such as that of
+        `jax.nn.initializers.orthogonal` does not.
+      key: a random key.
+
+    Raises:
+      ValueError: parameters unlike those that the pipeline was built for.
+
+    Example:
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: x @ w,
+      ...     head_loss=lambda outer, x, batch, rng: x.mean(),
+      ... )
+      >>> def init(key):
+      ...     return {"embed": {}, "layers": jax.random.normal(key, (2, 3, 3)), "head": {}}
+      >>> shapes, mesh = jax.eval_shape(init, jax.random.key(0)), make_mesh(stage=1)
+      >>> pipe = Pipeline(model, shapes, schedule="1f1b", mesh=mesh)
+      >>> init_params(pipe, init, jax.random.key(0))["layers"].shape
+      (1, 2, 3, 3)
+    """
+    # Every array has a program of its own, or every layer if layers differ: XLA then keeps no more
+    # than one of them whole, whatever it cannot split.
+    placing = pipe.params_placing
+    jaxpr, shapes = jax.make_jaxpr(init, return_shape=True)(key)
+    refuse(placing.canonical_problems("init(key)", shapes))
+    run = jaxpr_as_fun(jaxpr)
+    expected, structure = jax.tree.flatten(placing.canonical)
+    leaves: list[jax.Array] = []
+    for first, end in _programs(shapes):
+
+        def make(key: jax.Array, first: int = first, end: int = end) -> list[jax.Array]:
+            made = run(*jax.tree.leaves(key))[first:end]
+            return [_split_within(w, n) for w, n in zip(made, expected[first:end], strict=True)]
+
+        shardings = [leaf.sharding for leaf in expected[first:end]]
+        # One after the other: programs in flight at once would take their memory at once.
+        leaves += jax.block_until_ready(jax.jit(make, out_shardings=shardings)(key))
+    return placing.place(jax.tree.unflatten(structure, leaves))
+
+
+def _programs(params: Shapes) -> Iterator[tuple[int, int]]:
+    """The leaves that one program makes, as ranges of their numbers."""
+    units = [unit for name in sorted(params) for unit in _units(params[name])]
+    end = 0
+    for unit in units:
+        first, end = end, end + len(jax.tree.leaves(unit))
+        if end > first:
+            yield first, end
+
+
+def _units(part: Any) -> list[Any]:
+    return list(part) if is_sequence(part) else jax.tree.leaves(part)
+
+
+def _split_within(w: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of stacked layers, split within the layers first.
+
+    An init function that makes one layer after the other and stacks them would otherwise have to
+    send each to its stage; random bits are drawn anywhere.
+    """
+    sharding: Any = leaf.sharding
+    dims = [*sharding.spec, *[None] * (w.ndim - len(sharding.spec))]
+    if w.ndim < 2 or dims[0] is None:
+        return w
+    size = sharding.mesh.shape[dims[0]] if isinstance(dims[0], str) else 0
+    free = [d for d in range(1, w.ndim) if dims[d] is None and size and w.shape[d] % size == 0]
+    if not free:
+        return w
+    dims[free[-1]], dims[0] = dims[0], None
+    return jax.lax.with_sharding_constraint(w, NamedSharding(sharding.mesh, P(*dims)))
 
 
 def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
@@ -88,7 +172,7 @@ def _fill(layout: Layout, placed: Shapes, read: ReadPart, *, sharded: bool) -> P
 
 
 class _Layers:
-    """Fills the layers of this process's devices."""
+    """Fills the layers of this process's devices, each by itself: no program spans devices."""
 
     def __init__(self, layout: Layout, placed: Shapes, *, sharded: bool) -> None:
         self._layout, self._placed, self._sharded = layout, placed, sharded
@@ -106,7 +190,7 @@ class _Layers:
             return self._placed
         own = [self._zeros(device) for device, _, _ in self._devices]
         stages = {stage for _, stage, _ in self._devices}
-        for at, n in sorted(np.ndenumerate(self._layout.rows), key=lambda held: held[1]):
+        for at, n in sorted(np.ndenumerate(self._layout.layers.rows), key=lambda held: held[1]):
             if n < 0 or at[0] not in stages:
                 continue
             self._put(own, at, int(n), read)
@@ -133,13 +217,19 @@ class _Layers:
 
         def own(leaf: Leaf, w: Tree) -> Tree:
             for split in leaf.splits:
-                runs = split.own(self._number(place, split.axes), w.shape[split.dim])
-                before = (slice(None),) * split.dim
-                parts = [w[(*before, run)] for run in runs]
-                w = parts[0] if len(parts) == 1 else np.concatenate(parts, split.dim)
+                w = self._cut(w, split, place)
             return w
 
         return jax.tree.map(own, self._layout.layers.canonical_of(n), layer)
+
+    def _cut(self, w: Tree, split: AxisSplit, place: dict[str, int]) -> Tree:
+        """Takes the part of an array that a split gives the device at a place."""
+        number = 0
+        for name in split.axes:
+            number = number * self._layout.mesh.shape[name] + place[name]
+        before = (slice(None),) * split.dim
+        parts = [w[(*before, run)] for run in split.own(number, w.shape[split.dim])]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, split.dim)
 
     def _zeros(self, device: jax.Device) -> Arrays:
         def zeros(leaf: Tree) -> jax.Array:
@@ -155,17 +245,10 @@ class _Layers:
         def part(leaf: Leaf, w: Tree) -> Tree:
             if leaf.data_dim is None or not self._sharded:
                 return w
-            shard = self._number(place, axes.sharding(leaf.apart))
-            return _window(w, leaf.data_dim, shard, w.shape[leaf.data_dim] // leaf.data_parts)
+            split = AxisSplit(axes.sharding(leaf.apart), leaf.data_dim, leaf.data_parts)
+            return self._cut(w, split, place)
 
         return jax.tree.map(part, self._local.leaves_of(n), stored)
-
-    def _number(self, place: dict[str, int], axes: tuple[str, ...]) -> int:
-        """The number of a place among those along some axes, the first the outermost."""
-        number = 0
-        for name in axes:
-            number = number * self._layout.mesh.shape[name] + place[name]
-        return number
 
     def _with(self, arrays: Arrays, at: At, part: Stored, n: int) -> Arrays:
         """A device's arrays with one more layer."""
@@ -186,11 +269,6 @@ class _Layers:
         own = jax.tree.map(lambda w: w[0], arrays)
         new = layers.write(own, layers.layer_at(at, example), part)
         return jax.tree.map(lambda w: w[None], new)
-
-
-def _window(w: Tree, dim: int, number: int, size: int) -> Tree:
-    """A part of an array, of equal ones along a dimension."""
-    return w[(slice(None),) * dim + (slice(number * size, (number + 1) * size),)]
 
 
 def _part(w: Tree, leaf: Tree) -> jax.Array:

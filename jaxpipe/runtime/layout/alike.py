@@ -1,0 +1,249 @@
+"""Layers that are alike: stacked in one array per parameter, or unrolled in one per layer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpipe.runtime.barriers import Carry, overwrite, run_if
+from jaxpipe.runtime.layout import shares
+from jaxpipe.runtime.layout.layer_layout import Body, ChunkSpan, Combine, LayerLayout, cast, largest
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.shares import Share
+from jaxpipe.runtime.layout.splits import Splits
+from jaxpipe.runtime.types import (
+    Arrays,
+    At,
+    Index,
+    Leaves,
+    Params,
+    Path,
+    Shapes,
+    Span,
+    Stored,
+    Tree,
+)
+from jaxpipe.schedule.lowering.table import Chunk
+
+
+def _alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:
+    """Makes one layer, and all layers, of a model whose layers are alike; every array a `Leaf`."""
+
+    def leaf_of(path: Path, w: Tree) -> Leaf:
+        return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
+
+    piece = jax.tree.map_with_path(leaf_of, layers)
+    depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
+    return piece, jax.tree.map(lambda leaf: leaf.stacked(depth), piece)
+
+
+class _StackedPlace(NamedTuple):
+    """A place in stacked arrays: a row, or a share of it."""
+
+    row: Index
+    share: Share | None
+
+
+class Stacked(LayerLayout):
+    """Parameters of layers that are alike, in one array per parameter."""
+
+    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
+        self.rows = rows
+        _, self.num_chunks, self.num_pieces = rows.shape
+        self.piece, self.canonical = _alike(layers, splits)
+        self.placed = self._chunks(self.num_chunks)
+
+    def _chunks(self, count: int) -> Leaves:
+        return jax.tree.map(lambda leaf: leaf.behind(count * self.num_pieces), self.piece)
+
+    def slot_shapes(self, count: int) -> Shapes:
+        return jax.tree.map(Leaf.struct, self._chunks(count))
+
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _StackedPlace:
+        return self.piece_at(at, slot=slot)
+
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _StackedPlace:
+        _, chunk, number = at
+        return _StackedPlace((chunk if slot is None else slot) * self.num_pieces + number, share)
+
+    def read(self, arrays: Arrays, place: _StackedPlace) -> Stored:
+        row, share = place
+        if share is not None:
+            return jax.tree.map(
+                lambda leaf, w: shares.read_share(leaf, w, (row,), share), self.piece, arrays
+            )
+        return jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(
+                w, row, keepdims=False, allow_negative_indices=False
+            ),
+            arrays,
+        )
+
+    def write(self, arrays: Arrays, place: _StackedPlace, values: Stored) -> Arrays:
+        row, share = place
+        if share is not None:
+            return jax.tree.map(
+                lambda leaf, w, value: shares.write_share(leaf, w, (row,), share, value),
+                self.piece,
+                arrays,
+                values,
+            )
+        return jax.tree.map(
+            lambda w, value: lax.dynamic_update_index_in_dim(
+                w, value.astype(w.dtype), row, 0, allow_negative_indices=False
+            ),
+            arrays,
+            values,
+        )
+
+    def update(
+        self, arrays: Arrays, place: _StackedPlace, values: Stored, combine: Combine = jnp.add
+    ) -> Arrays:
+        if place.share is not None:
+            return super().update(arrays, place, values, combine)
+        # XLA for GPUs reads a row in the kernel that writes it only if nothing stands between the
+        # two, no reshape and no choice of a row's number; otherwise it copies the row first.
+
+        def update(w: jax.Array, value: jax.Array) -> jax.Array:
+            old = lax.dynamic_slice_in_dim(w, place.row, 1, allow_negative_indices=False)
+            new = combine(old, value[None]).astype(w.dtype)
+            return lax.dynamic_update_slice_in_dim(
+                w, new, place.row, 0, allow_negative_indices=False
+            )
+
+        return jax.tree.map(update, arrays, values)
+
+
+class _UnrolledPlace(NamedTuple):
+    """A place in unrolled arrays: the row's number, the slot if it is in one, or a share of it."""
+
+    number: int
+    slot: Index
+    share: Share | None
+
+
+class Unrolled(LayerLayout):
+    """Parameters of layers that are alike, every row of a stage in arrays of its own.
+
+    A stage's arrays are a dictionary from row ``chunk * layers + layer`` to the layer's tree. k
+    slots are the rows of k chunks, and chunk c lies in those of chunk ``c % k``. The program must
+    know a row's number, so that it reads an array and not a part of one: a GPU copies a part before
+    it multiplies with it.
+    """
+
+    own_arrays = True
+
+    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
+        self.rows = rows
+        _, self.num_chunks, self.num_pieces = rows.shape
+        self.piece, self.canonical = _alike(layers, splits)
+        self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
+
+    def slot_shapes(self, count: int) -> Shapes:
+        row = jax.tree.map(Leaf.struct, self.piece)
+        return dict.fromkeys(range(count * self.num_pieces), row)
+
+    def cast(self, arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
+        return {n: cast(row, dtypes, scales and scales[n]) for n, row in arrays.items()}
+
+    def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
+        return {n: largest(row, dtypes, layer_dims=0) for n, row in arrays.items()}
+
+    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _UnrolledPlace:
+        return self.piece_at(at, slot=slot)
+
+    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _UnrolledPlace:
+        _, chunk, number = at
+        return _UnrolledPlace(chunk * self.num_pieces + number, slot, share)
+
+    def read(self, arrays: Arrays, place: _UnrolledPlace) -> Stored:
+        row, share = arrays[place.number % len(arrays)], place.share
+        if share is None:
+            return row
+        return jax.tree.map(lambda leaf, w: shares.read_share(leaf, w, (), share), self.piece, row)
+
+    def write(self, arrays: Arrays, place: _UnrolledPlace, values: Stored) -> Arrays:
+        number = place.number % len(arrays)
+
+        def write(leaf: Leaf, w: jax.Array, value: jax.Array) -> jax.Array:
+            if place.share is not None:
+                return shares.write_share(leaf, w, (), place.share, value)
+            value = value.astype(w.dtype)
+            return value if place.slot is None else overwrite(w, value, place.slot)
+
+        return arrays | {number: jax.tree.map(write, self.piece, arrays[number], values)}
+
+    def loop(
+        self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+    ) -> tuple[Arrays, Carry]:
+        """Runs one loop per row, which runs if the row is one of these layers."""
+        chunk, lo, hi = span
+        rows = list(itertools.product(range(self.num_chunks), range(self.num_pieces)))
+        for c, layer in reversed(rows) if down else rows:
+            runs = (chunk == c) & (lo <= layer) & (layer < hi)
+            with jax.named_scope(f"chunk{c}_layer{layer}"):
+                step = functools.partial(body, c, layer)
+                arrays, carry = self._run_row((c, layer), runs, step, arrays, carry)
+        return arrays, carry
+
+    def _run_row(
+        self, row: tuple[int, int], runs: Index, body: Body, arrays: Arrays, carry: Carry
+    ) -> tuple[Arrays, Carry]:
+        """Runs ``body(arrays, carry)`` in a loop through which the arrays of one row go.
+
+        Those of others are None there, since places count all rows. An evaluation has no sums.
+        """
+        number = (row[0] * self.num_pieces + row[1]) % max(len(arrays), 1)
+        own = {n: values if n == number else None for n, values in arrays.items()}
+        own, carry = run_if(runs, lambda through: body(*through), (own, carry))
+        return arrays | {n: values for n, values in own.items() if n == number}, carry
+
+    def loop_pairs(
+        self,
+        backward: ChunkSpan,
+        forward: ChunkSpan,
+        pairs: Collection[tuple[Chunk, Chunk]],
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+    ) -> tuple[Arrays, Carry, Index]:
+        """Runs one loop per pair of rows that come together, in the order of the forward's."""
+        turns = jnp.minimum(backward[1], forward[1])
+        rows = {
+            ((f, i), (b, layers - 1 - i))
+            for (b, layers), (f, count) in pairs
+            for i in range(min(layers, count))
+        }
+        for (f, i), (b, layer) in sorted(rows):
+            is_forward = (forward[0] == f) & (i < turns)
+            runs = is_forward & (backward[0] == b) & (backward[1] - 1 - i == layer)
+            with jax.named_scope(f"chunk{b}_layer{layer}_chunk{f}_layer{i}"):
+                step = functools.partial(body, (b, layer), (f, i))
+                arrays, carry = self._run_row((b, layer), runs, step, arrays, carry)
+        return arrays, carry, turns
+
+    def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
+        """Runs one loop per chunk, since on GPUs the host waits for each loop."""
+
+        def pieces(carry: Carry, c: int) -> Carry:
+            for number in range(self.num_pieces):
+                carry = body(c, number, carry)
+            return carry
+
+        for c in range(self.num_chunks):
+            with jax.named_scope(f"chunk{c}"):
+                carry = run_if(chunk == c, functools.partial(pieces, c=c), carry)
+        return carry
+
+    def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
+        """Runs every layer without a loop: each has arrays of its own."""
+        for place in itertools.product(range(self.num_chunks), range(count)):
+            carry = body(*place, carry)
+        return carry
