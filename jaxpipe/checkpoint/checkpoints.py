@@ -7,33 +7,58 @@ takes the newest one that is still whole. Damaged ones are moved aside, never de
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import logging
 import math
 import numbers
+import operator
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import optax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
 
-from jaxpipe.checkpoint import checksums, keeping, recovery
-from jaxpipe.checkpoint.checksums import DamagedError
-from jaxpipe.checkpoint.contents import OPTIMIZER, PARAMS, STATES, contents, differences, shapes
+from jaxpipe.checkpoint import recovery
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import CHECKSUMS, DATA, RUN, STATE, Fetch, Found, Older
+from jaxpipe.checkpoint.recovery import (
+    CHECKSUMS,
+    DATA,
+    RUN,
+    STATE,
+    DamagedError,
+    Fetch,
+    Found,
+    Older,
+)
+from jaxpipe.files import read_json
+from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.pipeline import Pipeline
+from jaxpipe.runtime.trees import leaf_mismatches
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
+
+_PARAMS, _OPTIMIZER, _STATES = "params", "optimizer", "layers"
+"""Parts of a saved training run; the states of the layers are there if the model keeps some."""
+
+_BELONG_TO = {
+    _PARAMS: "another model",
+    _OPTIMIZER: "another optimizer, or other parameters are trained",
+    _STATES: "a model whose layers keep other states",
+}
+_MOST_LINES = 5
+_EVAL_LOSS = "eval_loss"
+LOSS_FILE = "metrics/metrics"
+"""The file of a checkpoint with its held-out loss."""
 
 
 class Restored(NamedTuple):
@@ -129,7 +154,8 @@ class Checkpoints:
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
         find = functools.partial(recovery.find, self._folder, self._older, self._fetch)
-        return Found.from_dict(from_first(lambda: dataclasses.asdict(find())))
+        latest, has_checksums, damaged = from_first(find)  # lists, after a round trip through JSON
+        return Found(latest, has_checksums, tuple(itertools.starmap(recovery.Damaged, damaged)))
 
     @property
     def latest(self) -> int | None:
@@ -144,9 +170,9 @@ class Checkpoints:
     @property
     def best(self) -> int | None:
         """The step with the lowest held-out loss, or None if none was evaluated."""
-        losses = {step: keeping.read_loss(self._folder / str(step)) for step in self.steps}
+        losses = {step: _loss(self._folder / str(step)) for step in self.steps}
         evaluated = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-        # The newest of equals, as `keeping.LatestAndBest` keeps it.
+        # The newest of equals, as `_LatestAndBest` keeps it.
         return min(reversed(evaluated), key=evaluated.__getitem__, default=None)
 
     def shapes(self, step: int) -> Shapes:
@@ -191,7 +217,10 @@ class Checkpoints:
           TypeError: data that JSON cannot hold.
         """
         _require_json("data", data or {})
-        arrays = contents(pipe, optimizer, params, state, states)
+        refuse(pipe.states_problems(states))
+        trees = {_PARAMS: params, _OPTIMIZER: state, _STATES: states}
+        placings = _placings(pipe, optimizer)
+        arrays = {name: placing.to_host(trees[name]) for name, placing in placings.items()}
         self.save_arrays(step, arrays, data=data or {}, loss=loss)
 
     def restore(
@@ -223,13 +252,12 @@ class Checkpoints:
         step = self._newest() if step is None else self.whole(step)
         if step is None:
             return None
-        expected = shapes(pipe, optimizer)
-        refuse(differences(self._folder / str(step), self.shapes(step), expected))
+        placings = _placings(pipe, optimizer)
+        expected = {name: placing.canonical for name, placing in placings.items()}
+        refuse(_differences(self._folder / str(step), self.shapes(step), expected))
         arrays, data = self.restore_arrays(step, expected)
-        placed = pipe.place(arrays.pop(PARAMS))
-        state = pipe.optimizer_placing(optimizer).place(arrays.pop(OPTIMIZER))
-        states = pipe.place_states(arrays[STATES]) if STATES in arrays else None
-        return Restored(step, placed, state, data, states)
+        placed = {name: placing.place(arrays.pop(name)) for name, placing in placings.items()}
+        return Restored(step, placed[_PARAMS], placed[_OPTIMIZER], data, placed.get(_STATES))
 
     def _newest(self) -> int | None:
         """The newest whole checkpoint; raises ValueError if there are only damaged ones."""
@@ -303,7 +331,7 @@ class Checkpoints:
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
-        described = {**(run or {}), CHECKSUMS: checksums.CHECKSUMS_FILE}
+        described = {**(run or {}), CHECKSUMS: recovery.CHECKSUMS_FILE}
         _require_json("data", data)
         _require_json("run", described)
         manager = self._manager or self._open()
@@ -319,8 +347,8 @@ class Checkpoints:
             DATA: ocp.args.JsonSave(dict(data)),
             RUN: ocp.args.JsonSave(described),
         }
-        args, metrics = ocp.args.Composite(**items), keeping.metrics(loss)
-        manager.save(step, args=args, metrics=metrics, force=True)
+        metrics = {_EVAL_LOSS: math.inf if loss is None else loss}
+        manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore_arrays(self, step: int, shapes: Shapes) -> tuple[Tree, dict[str, Any]]:
         """Reads arrays.
@@ -382,11 +410,9 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=keeping.LatestAndBest(
-                    self._folder, self._keep, self._keep_every
-                ),
+                preservation_policy=_LatestAndBest(self._folder, self._keep, self._keep_every),
                 # Without this the losses are not saved, and a run that resumes does not know them.
-                best_fn=keeping.held_out,
+                best_fn=operator.itemgetter(_EVAL_LOSS),
                 best_mode="min",
                 cleanup_tmp_directories=True,
                 # Otherwise orbax reads the files of every step, and stops at a damaged one.
@@ -404,7 +430,7 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
-        checksums.write_checksums(written, self._writing)
+        recovery.write_checksums(written, self._writing)
 
 
 def _require_json(argument: str, fields: Mapping[str, Any]) -> None:
@@ -433,3 +459,87 @@ def _object(saved: Any) -> dict[str, Any]:
     if isinstance(saved, dict):
         return saved
     raise TypeError(f"a {type(saved).__name__} in place of a dictionary")
+
+
+def _placings(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str, Placing]:
+    """What places the parts of a training run, by name."""
+    placings = {_PARAMS: pipe.params_placing, _OPTIMIZER: pipe.optimizer_placing(optimizer)}
+    return placings if pipe.states_placing is None else placings | {_STATES: pipe.states_placing}
+
+
+def _differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Iterator[str]:
+    """Says why a checkpoint is not of this model and optimizer; nothing if it is.
+
+    Args:
+      path: path of the checkpoint.
+      saved: shapes of its arrays, in dictionaries and lists.
+      expected: shapes and shardings of what a pipeline would save.
+    """
+    for part in _BELONG_TO:
+        wanted = ocp.tree.serialize_tree(expected.get(part), keep_empty_nodes=True)
+        if lines := list(leaf_mismatches(part, saved.get(part), _raw_keys(wanted))):
+            yield f"The checkpoint {path} is of {_BELONG_TO[part]}:"
+            yield from lines[:_MOST_LINES]
+            if len(lines) > _MOST_LINES:
+                yield f"... and {len(lines) - _MOST_LINES} further differences."
+            return
+
+
+def _raw_keys(shapes: Tree) -> Shapes:
+    """Replaces the shapes of random keys by those of the data that is written of them."""
+
+    def raw(leaf: Any) -> jax.ShapeDtypeStruct:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(raw, shapes)
+
+
+class _LatestAndBest:
+    """Keeps the latest few, the one with the lowest held-out loss, and one every so many steps.
+
+    Args:
+      folder: folder of the checkpoints.
+      num_latest: number of the latest checkpoints to keep.
+      every: steps that are multiples of it are kept for good; None keeps no others.
+    """
+
+    def __init__(self, folder: Path, num_latest: int, every: int | None) -> None:
+        self._folder, self._num_latest, self._every = folder, num_latest, every
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        del context
+        # An earlier run's checkpoints come without metrics.
+        losses = [_loss(self._folder / str(info.step), info.metrics) for info in checkpoints]
+        newest_first = range(len(losses) - 1, -1, -1)
+        best = min(newest_first, key=losses.__getitem__, default=None)
+        first = len(losses) - self._num_latest
+        return [
+            number >= first
+            or number == best
+            or (self._every is not None and checkpoint.step % self._every == 0)
+            for number, checkpoint in enumerate(checkpoints)
+        ]
+
+
+def _loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float:
+    """Reads the held-out loss of a checkpoint; infinite if not evaluated, or not readable.
+
+    Args:
+      folder: folder of the checkpoint.
+      metrics: the metrics that were saved; None to read them.
+    """
+    try:
+        if metrics is None:
+            metrics = read_json(folder / LOSS_FILE)
+            if (folder / recovery.CHECKSUMS_FILE).exists():
+                recovery.verify_checksums(folder, [LOSS_FILE])
+        return loss if math.isfinite(loss := metrics[_EVAL_LOSS]) else math.inf
+    except (OSError, ValueError, KeyError, TypeError, DamagedError):
+        return math.inf

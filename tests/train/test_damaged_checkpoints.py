@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpipe.checkpoint import checksums
+from jaxpipe.checkpoint import recovery
 from train import checkpoint
 from train.checkpoint import checkpoints_in, none_whole
 from train.data import stream
@@ -41,7 +41,7 @@ def _latest(folder):
 def _assert_restores(folder, step):
     with checkpoints_in(folder, read_only=True) as checkpoints:
         state, data = checkpoint.restore(checkpoints, step, _state(0))
-        assert checksums.CHECKSUMS_FILE in checkpoints.read_run(step).values()
+        assert recovery.CHECKSUMS_FILE in checkpoints.read_run(step).values()
     assert data == {"next": step}
     for name, expected in _state(step).params.items():
         np.testing.assert_array_equal(state.params[name], expected, strict=True)
@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
             )
     assert _latest(folder) == 2
     for step in LOSSES:
-        checksums.verify_checksums(folder / str(step))
+        recovery.verify_checksums(folder / str(step))
     return folder
 
 
@@ -219,7 +219,7 @@ def test_a_copy_of_another_step_is_skipped(folder):
 
 
 def test_no_name_in_a_checkpoint_commands_the_terminal(folder):
-    path = folder / "2" / checksums.CHECKSUMS_FILE
+    path = folder / "2" / recovery.CHECKSUMS_FILE
     record = json.loads(path.read_text())
     record["files"]["data/\x1b[31mred"] = [0, 0]
     path.write_text(json.dumps(record))
@@ -229,12 +229,12 @@ def test_no_name_in_a_checkpoint_commands_the_terminal(folder):
 
 
 def test_checksums_of_no_file_say_nothing(folder):
-    (folder / "2" / checksums.CHECKSUMS_FILE).write_text('{"step": 2, "files": {}}')
+    (folder / "2" / recovery.CHECKSUMS_FILE).write_text('{"step": 2, "files": {}}')
     assert _latest(folder) == 1
 
 
 def test_checksums_without_step_and_sizes_are_of_an_older_version(folder):
-    path = folder / "2" / checksums.CHECKSUMS_FILE
+    path = folder / "2" / recovery.CHECKSUMS_FILE
     sums = {name: value[0] for name, value in json.loads(path.read_text())["files"].items()}
     path.write_text(json.dumps(sums))
     _assert_restores(folder, 2)
@@ -260,8 +260,8 @@ def _resume(folder, item, text):
     """Continues checkpoint 2 with another text in one of its files, and the right checksums."""
     (folder / "2" / "run" / "metadata").write_text(json.dumps(_RUN))
     (folder / "2" / item / ("_METADATA" if item == "state" else "metadata")).write_text(text)
-    (folder / "2" / checksums.CHECKSUMS_FILE).unlink()
-    checksums.write_checksums(folder / "2", 2)
+    (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
+    recovery.write_checksums(folder / "2", 2)
     checkpoints = checkpoints_in(folder, read_only=True)
     assert checkpoints.latest == 2
     checkpoint.description(checkpoints, 2)
@@ -284,7 +284,7 @@ def test_what_a_run_has_written_is_read(folder):
 
 
 def test_a_link_to_nowhere_is_not_replaced(folder):
-    (folder / "2" / checksums.CHECKSUMS_FILE).unlink()
+    (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
     (folder / "2.damaged").symlink_to(folder / "nowhere")
     with checkpoints_in(folder, keep=1) as checkpoints:
         assert checkpoints.latest == 1
@@ -308,7 +308,7 @@ def test_other_names_are_no_steps(folder):
 
 
 def test_no_whole_one_is_refused_in_one_line(folder):
-    (folder / "2" / checksums.CHECKSUMS_FILE).unlink()
+    (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
     shutil.rmtree(folder / "1" / "state")
     with checkpoints_in(folder, read_only=True) as checkpoints:
         assert checkpoints.latest is None
@@ -324,7 +324,7 @@ def test_no_whole_one_is_refused_in_one_line(folder):
 def old(folder):
     """The same as a version without checksums wrote them."""
     for step in LOSSES:
-        (folder / str(step) / checksums.CHECKSUMS_FILE).unlink()
+        (folder / str(step) / recovery.CHECKSUMS_FILE).unlink()
         path = folder / str(step) / "run" / "metadata"
         run = json.loads(path.read_text())
         del run["checksums"]
