@@ -1,4 +1,4 @@
-"""Arrays of which every device holds a part; and how a part is made, completed and reduced.
+"""Arrays of which every device holds a part; and how a part is made and completed.
 
 Every method runs inside `jax.shard_map`. The data axis and model axes may split parameters and what
 belongs to them; the stage axis may split those of embedding and head.
@@ -11,30 +11,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.types import Tree
-
-_REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
-    "reduce_sum": (lambda part: jnp.sum(part, dtype=part.dtype), lax.psum, 0),
-    "reduce_max": (jnp.max, lax.pmax, -jnp.inf),
-    "reduce_min": (jnp.min, lax.pmin, jnp.inf),
-    "reduce_and": (jnp.all, lax.pmin, True),
-    "reduce_or": (jnp.any, lax.pmax, False),
-}
-"""Primitives that reduce: on one device, across devices, and the result of nothing."""
-
-
-def can_reduce(name: str, dtype: Any) -> bool:
-    """Whether `Cut.reduce` knows a primitive: its result of nothing must be of that dtype."""
-    if name not in _REDUCTIONS:
-        return False
-    of_numbers = name in ("reduce_max", "reduce_min")
-    return bool(not of_numbers or jnp.issubdtype(dtype, jnp.floating))
 
 
 def communicate(
@@ -70,13 +53,6 @@ class Cut(abc.ABC):
     @abc.abstractmethod
     def counts(self) -> jax.Array | None:
         """Marks the elements of a part that belong to the array; None if all do."""
-
-    def reduce(self, part: jax.Array, name: str) -> jax.Array:
-        """Reduces the whole array to a scalar, by the name of the reduction's primitive."""
-        local, across, nothing = _REDUCTIONS[name]
-        counts = self.counts()
-        total = local(part if counts is None else jnp.where(counts, part, nothing))
-        return communicate(across, total, self.axes) if self.axes else total
 
     def with_padding(self, part: jax.Array) -> jax.Array:
         """Sets the elements that only pad a part to zero."""

@@ -131,12 +131,8 @@ class WithFrozen(MeshLayout):
     """
 
     def __init__(self, trained: Layout, frozen: Layout) -> None:
-        self.trained, self.frozen, self.mesh, self.axes = (
-            trained,
-            frozen,
-            trained.mesh,
-            trained.axes,
-        )
+        self.mesh, self.axes = trained.mesh, trained.axes
+        self.trained, self.frozen = trained, frozen
 
     @property
     def canonical(self) -> Leaves:

@@ -8,12 +8,15 @@ needs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Env, Eqn, Eqns
-from jaxpipe.runtime.layout.parts import Cut, DevicePart, can_reduce
+from jaxpipe.runtime.layout.parts import Cut, DevicePart, communicate
 from jaxpipe.runtime.types import Tree
 
 _ELEMENTWISE = {
@@ -24,6 +27,15 @@ _ELEMENTWISE = {
     *("reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt"),
     *("square", "stop_gradient", "sub", "tan", "tanh", "xor"),
 }
+
+_REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
+    "reduce_sum": (lambda part: jnp.sum(part, dtype=part.dtype), lax.psum, 0),
+    "reduce_max": (jnp.max, lax.pmax, -jnp.inf),
+    "reduce_min": (jnp.min, lax.pmin, jnp.inf),
+    "reduce_and": (jnp.all, lax.pmin, True),
+    "reduce_or": (jnp.any, lax.pmax, False),
+}
+"""Primitives that reduce: on one device, across devices, and the result of nothing."""
 
 
 def run_on_parts(eqns: Eqns, env: Env) -> Env:
@@ -52,7 +64,7 @@ def run_on_parts(eqns: Eqns, env: Env) -> Env:
             outs = jaxprs.bind(eqn, [_own(v, cut) for v in found])
             env.update(zip(eqn.outvars, [DevicePart(out, cut) for out in outs], strict=True))
         elif parts and _is_full_reduction(eqn, parts[0]):
-            env[eqn.outvars[0]] = parts[0].cut.reduce(parts[0].value, eqn.primitive.name)
+            env[eqn.outvars[0]] = _reduced(parts[0], eqn.primitive.name)
         else:
             outs = jaxprs.bind(eqn, [gathered(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -88,9 +100,20 @@ def _is_elementwise(eqn: Eqn, parts: Sequence[DevicePart]) -> bool:
 
 
 def _is_full_reduction(eqn: Eqn, part: DevicePart) -> bool:
+    of_numbers = eqn.primitive.name in ("reduce_max", "reduce_min")
     return (
-        can_reduce(eqn.primitive.name, part.value.dtype)
+        eqn.primitive.name in _REDUCTIONS
+        # The result of nothing must be of the dtype.
+        and (not of_numbers or jnp.issubdtype(part.value.dtype, jnp.floating))
         and len(eqn.invars) == 1
         and eqn.outvars[0].aval.shape == ()
         and part.cut.shape != ()
     )
+
+
+def _reduced(part: DevicePart, name: str) -> jax.Array:
+    """Reduces the whole array to a scalar, by the name of the reduction's primitive."""
+    local, across, nothing = _REDUCTIONS[name]
+    counts, axes = part.cut.counts(), part.cut.axes
+    total = local(part.value if counts is None else jnp.where(counts, part.value, nothing))
+    return communicate(across, total, axes) if axes else total
