@@ -70,11 +70,10 @@ def expected(config, params, x):
         {},
         {"router": "sigmoid", "activation": "geglu"},
         {"normalized_scores": False, "shared_gate": True, "experts_per_token": 3},
-        {"activation": "clamped_swiglu", "expert_bias": True},
         {"activation": "clamped_swiglu", "expert_bias": True, "capacity_factor": 4.0},
         {"num_experts": 6, "expert_groups": 3, "groups_per_token": 2, "score_factor": 2.5},
     ],
-    ids=["softmax", "sigmoid", "shared-gate", "bias", "bias-capacity", "groups"],
+    ids=["softmax", "sigmoid", "shared-gate", "bias-capacity", "groups"],
 )
 def test_every_token_gets_the_weighted_sum_of_its_experts(options):
     config = dataclasses.replace(CONFIG, **options)
@@ -94,13 +93,6 @@ def test_losses_follow_their_formulas():
     balance = 4 * (counts * shares.mean(axis=0)).sum()
     z_loss = np.mean(np.log(np.exp(logits).sum(axis=-1)) ** 2)
     np.testing.assert_allclose(loss, 0.5 * balance + 0.25 * z_loss, rtol=1e-5)
-
-
-def test_balance_is_least_if_all_experts_are_used_alike():
-    """It is then the number of experts per token; if one gets everything, that of all experts."""
-    even, one = jnp.full(4, 0.25), jnp.eye(4)[0]
-    assert experts.balance_loss(even, 2 * even) == 2
-    assert experts.balance_loss(one, one) == 4
 
 
 def test_a_bias_decides_who_is_chosen_and_not_how_much():
@@ -127,16 +119,12 @@ def test_a_bias_decides_who_is_chosen_and_not_how_much():
     assert [layer["bias"].tolist() for layer in after] == [[0.125, 0.125, 8.875, 4.875], [0] * 4]
 
 
-def test_idle_experts_get_no_gradient_and_layers_between_have_none():
+def test_idle_experts_get_no_gradient():
     config = dataclasses.replace(CONFIG, experts_per_token=1)
     apply, params, x = mixture_of(config)
-    grads = jax.grad(lambda params: apply(params, x[:1, :1])[0].sum())(params)
+    grads = jax.jit(jax.grad(lambda params: apply(params, x[:1, :1])[0].sum()))(params)
     used = np.abs(grads["experts"]["up"]["kernel"]).sum(axis=(1, 2)) > 0
     assert used.sum() == 1
-    between = jax.eval_shape(
-        lambda key: gpt.init(dataclasses.replace(CONFIG, expert_every=2), key), jax.random.key(0)
-    )["layers"]
-    assert ["experts" in layer["mlp"] for layer in between] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -164,22 +152,3 @@ def test_flops_count_the_experts_of_a_token():
     )
     routers = 6 * config.num_layers * config.width * config.num_experts
     assert gpt.flops_per_token(config) == gpt.flops_per_token(dense) + routers
-
-
-def test_options_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="num_experts=4") as error:
-        dataclasses.replace(CONFIG, experts_per_token=5, expert_every=3, balance_loss=-1.0)
-    text = str(error.value)
-    assert "experts_per_token=5 must be at most num_experts=4.\nNearest valid: 4." in text
-    assert "expert_every=3 must be at most num_layers=2." in text
-    assert "balance_loss=-1.0 must not be negative." in text
-    with pytest.raises(ValueError, match="expert_groups=3 must divide num_experts=4"):
-        dataclasses.replace(CONFIG, expert_groups=3)
-    with pytest.raises(ValueError, match="experts_per_token=2 must be at most the experts of gr"):
-        dataclasses.replace(CONFIG, expert_groups=4)
-    for every, layers in ((1, 2), (2, 3)):
-        with pytest.raises(ValueError, match=r"dense_layers=\d leaves none of num_layers") as error:
-            dataclasses.replace(CONFIG, num_layers=layers, expert_every=every, dense_layers=2)
-        assert str(error.value).endswith("Nearest valid: 1.")
-    with pytest.raises(ValueError, match="expert_width=6 has no effect without num_experts"):
-        dataclasses.replace(CONFIG, num_experts=None)

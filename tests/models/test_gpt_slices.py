@@ -35,15 +35,13 @@ CONFIGS = {
     "mixture": dataclasses.replace(GROUPED, num_experts=4, experts_per_token=2),
 }
 CASES = [
-    ("grouped", "1f1b", 4, False, {"zero": 3, "remat": "dots"}),
+    ("grouped", "1f1b", 4, True, {"tensor": 2, "zero": 3}),
+    ("grouped", "1f1b-fused", 2, False, {"context": 2, "remat": "dots"}),
     ("learned", "1f1b-fused", 2, False, {"data": 2}),
     ("windows", "zb-h1", 8, True, {"remat": "full"}),
     ("capped", "interleaved", 4, True, {"zero": 2, "data": 2}),
     ("latent", "interleaved-zb", 2, False, {}),
     ("mixture", "1f1b", 4, False, {}),
-    ("grouped", "1f1b", 4, True, {"tensor": 2}),
-    ("windows", "zb-h1", 2, False, {"context": 2, "remat": "dots"}),
-    ("latent", "1f1b", 2, True, {"context": 2, "zero": 3}),
 ]
 
 
@@ -102,6 +100,7 @@ def test_every_pair_of_options_with_slices(case):
     test_slices_of_a_gpt_match_whole_sequences(*given, options)
 
 
+@pytest.mark.slow
 @pytest.mark.pipeline
 def test_memory_is_predicted_where_all_forwards_come_first():
     """The working set is that of slices, not of whole sequences."""

@@ -33,7 +33,7 @@ def loop(x, kernels, sizes):
 
 @pytest.mark.parametrize(
     "sizes",
-    [[5, 0, 11, 3], [0, 0, 40, 0], [40, 0, 0, 0], [0, 0, 0, 0], [1, 2, 0, 3], [100, 33, 40, 1]],
+    [[5, 0, 11, 3], [0, 0, 40, 0], [0, 0, 0, 0], [100, 33, 40, 1]],
     ids=str,
 )
 def test_products_and_gradients_are_those_of_a_loop_over_groups(sizes):
@@ -121,21 +121,6 @@ def test_each_pass_has_the_grouped_matmuls_that_it_needs(remat):
     assert names(layer.b) == ["", "", ""] + [""] * again
     assert names(layer.w) == ["_of_kernels"] * 3
     assert not any(map(jaxprs.multiplies, layer.again))
-
-
-@pytest.mark.parametrize("capacity", [None, 30])
-def test_choices_are_sorted_by_expert_in_both_directions(capacity):
-    chosen = np.asarray(jax.random.randint(jax.random.key(0), (20, 3), 0, 7), np.int32)
-    places, sizes = experts.shared_room(jnp.asarray(chosen), 5, capacity)
-    own = [n for expert in range(5) for n in np.flatnonzero(chosen == expert)][:capacity]
-    assert len(own) == (capacity or (chosen < 5).sum())
-    np.testing.assert_array_equal(places.pairs[: len(own)], own)
-    np.testing.assert_array_equal(places.pairs[len(own) :], chosen.size)
-    of_places = chosen.ravel()[own]
-    np.testing.assert_array_equal(sizes, [(of_places == expert).sum() for expert in range(5)])
-    numbers = np.full(chosen.size, places.pairs.size)
-    numbers[own] = np.arange(len(own))
-    np.testing.assert_array_equal(places.places.ravel(), numbers)
 
 
 @pytest.mark.parametrize("capacity", [None, 3], ids=["dropless", "capacity"])

@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from covering import some
-from hugging_face_help import BERT, DECODERS, GPT2, INDEX, LLAMA, RESNET, WEIGHTS, drawn, shard
+from hugging_face_models import (
+    BERT,
+    DECODERS,
+    GPT2,
+    INDEX,
+    LLAMA,
+    RESNET,
+    WEIGHTS,
+    drawn,
+    rewrite,
+    shard,
+)
 
 from models import hugging_face
 from models.hugging_face_fields import TokenIds
@@ -35,6 +46,14 @@ EXPLAINED = r"must|only|gives|describes|of no use|lacks"
 
 def edit(file, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model in two parts."""
+    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
+    shard(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize("family", some(zip(CONFIGS), *zip(FEW)))
@@ -62,21 +81,14 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
     ("family", "field", "value", "message"),
     [
         ("gpt2", "n_layer", 1.5, "has n_layer=1.5; it must be a whole number from 1 to 10000."),
-        ("gpt2", "n_head", 0, "has n_head=0; it must be a whole number from 1 to 10000000."),
         ("llama", "hidden_act", "gelu", "hidden_act='gelu'; it can only be read with 'silu'"),
         ("qwen3", "rope_parameters", {"rope_type": "longrope"}, "rope_type='longrope'"),
         ("gpt_oss", "swiglu_limit", 5.0, "swiglu_limit=5.0; it can only be read with 7.0."),
         ("gpt_oss", "rope_scaling", YARN | {"mscale": 0.5}, "mscale=0.5; it can only be read"),
-        (
-            "deepseek_v3",
-            "rope_scaling",
-            YARN | {"mscale_all_dim": 0.5},
-            "mscale=0.7; it can only be",
-        ),
+        ("deepseek_v3", "rope_scaling", YARN | {"mscale_all_dim": 0.5}, "mscale=0.7; it can only"),
         ("deepseek_v3", "rope_interleave", False, "rope_interleave=False; it can only be read"),
         ("deepseek_v3", "num_nextn_predict_layers", 1, "=1; it can only be read with 0."),
         ("deepseek_v3", "topk_group", 5, "groups_per_token=5 must be at most expert_groups=4"),
-        ("llama", "rms_norm_eps", [], "has rms_norm_eps=[]; it must be a number."),
         ("llama", "rope_parameters", 3, "has rope_parameters=3; it must be an object."),
         ("llama", "tie_word_embeddings", 0, "has tie_word_embeddings=0; it must be true or false."),
         ("bert", "num_attention_heads", 3, "describes no model of ours: num_heads=3 must divide"),
@@ -97,35 +109,47 @@ def test_a_wrong_field_is_named(tmp_path, family, field, value, message):
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("name", ["config.json", WEIGHTS, INDEX])
-def test_a_folder_in_the_place_of_a_file(tmp_path, name):
-    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
-    if name == INDEX:
-        shard(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=name):
-        hugging_face.load(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"\xff", "config.json is damaged: it is no JSON"),
+        ("config.json", b"[]", "config.json is damaged: it holds no JSON object"),
+        pytest.param("config.json", b"[" * 100_000, "json is damaged: it is no JSON", id="deep"),
+        ("config.json", b'{"model_type": []}', r"config.json has model_type='\[\]'"),
+        ("config.json", b'{"model_type": "llama"}', "config.json lacks 'vocab_size'"),
+        (INDEX, b"{", "index.json is damaged: it is no JSON"),
+        (INDEX, b'{"weight_map": {"a": 3, "b": "c"}}', "it must have a weight_map"),
+        (INDEX, b'{"weight_map": {"a": "b\\u0000"}}', "it must have a weight_map"),
+        pytest.param(INDEX, b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000), "have a", id="long"),
+        (INDEX, b'{"weight_map": {"a": ".."}}', "such as 'model.safetensors'"),
+        ("model-00002-of-00002.safetensors", b"12345678{}", "00002.safetensors is damaged: "),
+    ],
+)
+def test_damaged_files_are_named(folder, name, content, message):
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        hugging_face.load(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
-def test_a_file_without_end_is_not_read(tmp_path, name):
-    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
-    shard(tmp_path)
-    os.truncate(tmp_path / name, 1 << 40)
+def test_what_is_no_file_of_this_size_is_not_read(folder, name):
+    os.truncate(folder / name, 1 << 40)
     with pytest.raises(ValueError, match=f"{name} cannot be read: it has more than 64 MiB"):
-        hugging_face.load(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("/dev/zero")
+        hugging_face.load(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=f"{name} cannot be read: it is no regular file"):
-        hugging_face.load(tmp_path)
+        hugging_face.load(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(ValueError, match=name):
+        hugging_face.load(folder)
 
 
 def test_no_name_in_a_file_commands_the_terminal(tmp_path):
     red = "\x1b[31mred\x07"
     hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
-    tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
-    safetensors.numpy.save_file(tensors | {red: np.zeros(1, "f4")}, tmp_path / WEIGHTS)
+    rewrite(tmp_path, lambda tensors: tensors | {red: np.zeros(1, "f4")})
     with pytest.raises(ValueError, match="of no use") as of_tensor:
         hugging_face.load(tmp_path)
     shard(tmp_path)
@@ -139,36 +163,87 @@ def test_no_name_in_a_file_commands_the_terminal(tmp_path):
 
 
 def test_numbers_of_kinds_that_cannot_be_read_are_named(tmp_path):
+    """Kinds that numpy lacks, and integers, which come with scales of their own."""
     hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
-    shapes = {name: x.shape for name, x in safetensors.numpy.load_file(tmp_path / WEIGHTS).items()}
+    before = rewrite(tmp_path, lambda tensors: {k: x.astype("i1") for k, x in tensors.items()})
+    assert sorted(failures(tmp_path)) == sorted(
+        f"{tmp_path / WEIGHTS}: {name} gives int8 numbers; weights must be floating-point, not "
+        "quantized."
+        for name in before
+    )
     header, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + int(np.prod(shape))
-        header[name] = {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [begin, end]}
+    for name, x in before.items():
+        begin, end = end, end + x.size
+        header[name] = {"dtype": "F8_E4M3", "shape": x.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     (tmp_path / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         hugging_face.load(tmp_path)
 
 
-def test_files_hold_what_the_index_says(tmp_path):
-    hugging_face.save(tmp_path, LLAMA, drawn(LLAMA)[0])
-    shard(tmp_path)
-    files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+def test_files_hold_what_the_index_says(folder):
+    files = json.loads((folder / INDEX).read_text())["weight_map"]
     name, file = next(iter(files.items()))
     other = next(other for other in files.values() if other != file)
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files | {name: other}}))
+    edit(folder / INDEX, weight_map=files | {name: other})
     with pytest.raises(ValueError, match="lacks") as error:
-        hugging_face.load(tmp_path)
-    assert str(error.value) == f"{tmp_path / other} lacks {name}, which {INDEX} says it holds."
+        hugging_face.load(folder)
+    assert str(error.value) == f"{folder / other} lacks {name}, which {INDEX} says it holds."
 
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
-    moved = {part: safetensors.numpy.load_file(tmp_path / part) for part in (file, other)}
-    safetensors.numpy.save_file(moved[other] | {name: moved[file][name]}, tmp_path / other)
+    edit(folder / INDEX, weight_map=files)
+    moved = {part: safetensors.numpy.load_file(folder / part) for part in (file, other)}
+    safetensors.numpy.save_file(moved[other] | {name: moved[file][name]}, folder / other)
     with pytest.raises(ValueError, match=f"both hold {name}") as error:
-        hugging_face.load(tmp_path)
-    assert str(tmp_path / file) in str(error.value)
-    assert str(tmp_path / other) in str(error.value)
+        hugging_face.load(folder)
+    assert str(folder / file) in str(error.value)
+    assert str(folder / other) in str(error.value)
+
+
+def failures(folder):
+    with pytest.raises(ValueError, match="gives") as error:
+        hugging_face.load(folder)
+    return str(error.value).splitlines()
+
+
+CHANGES = {
+    "a row more": lambda x: np.concatenate([x, x[:1]]),
+    "a column less": lambda x: x[..., :-1],
+    "an axis more": lambda x: x[None],
+    "a last axis more": lambda x: x.reshape(*x.shape, 1),
+    "no matrices": lambda x: x.reshape(-1) if x.ndim > 1 else x[:0],
+    "transposed": lambda x: x.T,
+}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "resnet"])
+def test_every_tensors_shape_is_the_configs(tmp_path, family):
+    config = CONFIGS[family]
+    hugging_face.save(tmp_path, config, *drawn(config))
+    file = tmp_path / WEIGHTS
+    right = safetensors.numpy.load_file(file)
+    for change in CHANGES.values():
+        wrong = {k: np.ascontiguousarray(change(x)) if x.ndim else x for k, x in right.items()}
+        safetensors.numpy.save_file(wrong, file)
+        assert sorted(failures(tmp_path)) == sorted(
+            f"{file}: {name} gives a tensor of shape {list(wrong[name].shape)}, but config.json "
+            f"asks for {list(x.shape)}."
+            for name, x in right.items()
+            if x.shape != wrong[name].shape
+        )
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name.replace("h.1.ln_2.bias", "h.1.ln_3.bias"): x[:5] if "wpe" in name else x
+            for name, x in tensors.items()
+        },
+    )
+    text = "\n".join(failures(tmp_path))
+    for part in ("lacks tensors: h.1.ln_2.bias", "of no use: h.1.ln_3.bias", "wpe.weight gives"):
+        assert part in text
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -184,13 +259,12 @@ def test_parameters_that_are_not_the_configs_are_not_written(tmp_path, family):
         return jax.tree.unflatten(tree, [change(first[1]), *(leaf for _, leaf in others)])
 
     wrong = {
-        f"{path} has shape {[*shape, 1]}, but the config asks for {shape}.": changed(
-            lambda x: x[..., None]
-        ),
-        f"{path} holds no floating-point numbers.": changed(lambda x: x.astype("i4")),
-        f"{path} is missing.": changed(lambda x: None),
-        "params/more is no part of the model.": {**params, "more": np.zeros(3)},
+        f"{path} has shape {[*shape, 1]}, but the config asks for {shape}.": lambda x: x[..., None],
+        f"{path} holds no floating-point numbers.": lambda x: x.astype("i4"),
+        f"{path} is missing.": lambda x: None,
     }
+    wrong = {message: changed(change) for message, change in wrong.items()}
+    wrong["params/more is no part of the model."] = {**params, "more": np.zeros(3)}
     for message, tree in wrong.items():
         with pytest.raises(ValueError, match="params") as error:
             hugging_face.save(tmp_path / "out", config, tree, state)
@@ -225,9 +299,6 @@ def test_ids_outside_the_vocabulary_are_not_written(tmp_path):
     ids = TokenIds(50256, [1, 37], -1)
     with pytest.raises(ValueError, match="vocab_size=37") as error:
         hugging_face.save(tmp_path / "out", GPT2, drawn(GPT2)[0], token_ids=ids)
-    assert [line.split()[0] for line in str(error.value).splitlines()] == [
-        "token_ids.bos=50256",
-        "token_ids.eos=[1,",
-        "token_ids.pad=-1",
-    ]
+    named = [line.split()[0] for line in str(error.value).splitlines()]
+    assert named == ["token_ids.bos=50256", "token_ids.eos=[1,", "token_ids.pad=-1"]
     assert not (tmp_path / "out").exists()

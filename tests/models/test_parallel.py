@@ -27,14 +27,8 @@ MODULES = {
     ResNetConfig: resnet,
     TransformerConfig: transformer,
 }
-SHAPE = {
-    "vocab_size": 19,
-    "sequence_length": 8,
-    "width": 16,
-    "num_heads": 4,
-    "mlp_width": 12,
-    "dropout": 0.2,
-}
+SHAPE = {"vocab_size": 19, "sequence_length": 8, "width": 16, "num_heads": 4, "mlp_width": 12}
+SHAPE |= {"dropout": 0.2}
 QWEN = GPTConfig(  # devices share the one key head
     **SHAPE, num_layers=8, num_kv_heads=1, tied=False, qk_norm=True, qkv_bias=True
 )
@@ -102,23 +96,24 @@ class Case(NamedTuple):
     weights: str = "stacked"
 
 
+PLAIN_MIXTURE = dataclasses.replace(MIXTURE, num_layers=2, dropout=0.0)
 FEW = {
     "gpt": Case(dataclasses.replace(QWEN, num_layers=2), "1f1b-fused", CONTEXT[1]),
     # Layers and the head communicate among the same devices in one tick.
-    "bert": Case(dataclasses.replace(BERT, num_layers=2), "zb-h2", TENSOR[1], 1, "dots"),
+    "bert": Case(dataclasses.replace(BERT, num_layers=2, dropout=0.0), "zb-h2", TENSOR[1], 1),
     "transformer": Case(
         dataclasses.replace(TRANSFORMER, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0),
-        *("1f1b-fused", TENSOR[1]),
+        *("1f1b-fused", {"stage": 2}),
     ),
     "mixture": Case(
-        dataclasses.replace(MIXTURE, num_layers=2, capacity_factor=0.5),
-        *("1f1b-fused", EXPERT[0], 3),
+        dataclasses.replace(PLAIN_MIXTURE, capacity_factor=0.5), "1f1b-fused", EXPERT[0], 3
     ),
     "mixture-without-capacity": Case(
-        dataclasses.replace(MIXTURE, num_layers=4), "zb-v", EXPERT[1], 3, "dots"
+        PLAIN_MIXTURE, "1f1b", {"stage": 2, "data": 2, "expert": 2}, 3, "dots"
     ),
     "deepseek": Case(
-        dataclasses.replace(DEEPSEEK, num_layers=2), "zb-h1", {"stage": 2, "data": 2}, 3, "dots"
+        dataclasses.replace(DEEPSEEK, num_layers=2, dropout=0.0),
+        *("zb-h1", {"stage": 2, "data": 2}, 3),
     ),
     "resnet-8-batch-norm": Case(
         dataclasses.replace(RESNET, depth=8, norm="batch"), "1f1b-fused", {"stage": 2}

@@ -1,7 +1,6 @@
 """The encoder-decoder: shapes, masks, sizes, the loss, and decoding against brute force."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxpipe
 from models import transformer
 from models.transformer import TransformerConfig
 from models.translate import beam_search, greedy
@@ -17,34 +17,16 @@ from models.translate import beam_search, greedy
 pytestmark = pytest.mark.pipeline
 
 TINY = TransformerConfig(
-    vocab_size=13,
-    sequence_length=8,
-    num_encoder_layers=2,
-    num_decoder_layers=2,
-    width=16,
-    num_heads=2,
-    mlp_width=32,
-)
+    vocab_size=13, sequence_length=8, num_encoder_layers=2, num_decoder_layers=2, width=16,
+    num_heads=2, mlp_width=32,
+)  # fmt: skip
 
-init = jax.jit(transformer.init, static_argnums=0)
 logits = jax.jit(transformer.logits, static_argnums=0)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def loss_of(config, params, batch, rng=None):
-    """The unpipelined loss from the model's functions."""
-    model = transformer.model(config)
-    outer = {"embed": params["embed"], "head": params["head"]}
-    x = model.embed(outer, batch, rng)
-    for i, (layer, layer_params) in enumerate(zip(model.layer, params["layers"], strict=True)):
-        key = None if rng is None else jax.random.fold_in(rng, i)
-        x = layer(layer_params, x, batch, key)
-    return model.head_loss(outer, x, batch, rng)
 
 
 @pytest.fixture(scope="module")
 def params():
-    return init(TINY, jax.random.key(0))
+    return jax.jit(transformer.init, static_argnums=0)(TINY, jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +38,6 @@ def batch():
         "source": source.at[1, 5:].set(pad).at[2, 3:].set(pad),
         "target": target.at[:, 0].set(TINY.begin_id).at[0, 4:].set(pad).at[2, 6:].set(pad),
     }
-
-
-def test_layers_of_one_kind_share_their_function():
-    layers = transformer.model(dataclasses.replace(TINY, num_decoder_layers=3)).layer
-    assert [layers.index(layer) for layer in layers] == [0, 0, 2, 2, 2]
-
-
-def test_a_layer_returns_what_it_does_not_touch(params, batch):
-    def trace(params, batch):
-        model = transformer.model(TINY)
-        x = model.embed(params, batch, None)
-        encoded = model.layer[0](params["layers"][0], x, batch, None)
-        assert encoded["target"] is x["target"]
-        decoded = model.layer[2](params["layers"][2], encoded, batch, None)
-        assert decoded["source"] is encoded["source"]
-        return decoded
-
-    jax.eval_shape(trace, params, batch)
 
 
 def test_a_target_sees_no_later_token_but_all_of_its_source(params, batch):
@@ -100,7 +64,8 @@ def test_the_loss_is_the_smoothed_mean_over_tokens_that_are_no_padding(params, b
     real = targets != TINY.pad_id
     assert 0 < real.sum() < real.size
     expected = losses[real].mean()
-    np.testing.assert_allclose(loss_of(TINY, params, batch), expected, rtol=1e-5)
+    loss = jaxpipe.unpipelined.loss(transformer.model(TINY), params, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_parameters_count_as_the_paper_describes_them():

@@ -6,16 +6,12 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import yaml
 
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, devices, plans, search
 from jaxpipe.planning.plans import NOTHING, Offload, PlacedPlan, Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
-from jaxpipe.schedule import Costs
-from train.config import Config
-from train.plan import Planned
 
 PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", 1, 1, "stacked")
 PARAMETERS, OUTER = 10**6, 2 * 10**6
@@ -110,19 +106,3 @@ def test_residuals_leave_the_device_and_take_the_bus(kept_bytes):
     more = cost.step_seconds(there, program)["transfers"]
     more -= cost.step_seconds(here, program)["transfers"]
     assert more == pytest.approx(kept / (0.8 * 64e9))
-
-
-@pytest.mark.parametrize("max_skipped", [0, 3])
-def test_the_trainer_writes_what_a_plan_says_and_offers_what_it_can(max_skipped):
-    small = {"vocab_size": 64, "sequence_length": 8, "num_layers": 2, "width": 8, "num_heads": 2}
-    given = {"model": small, "optimizer": {"max_skipped": max_skipped, "offload": not max_skipped}}
-    planned = Planned(Config(**given), "small")
-    model = planned.counted([Variant(1, 1, "none")], lambda share: None)
-    assert model.may_offload == (max_skipped == 0)
-    for on_host in plans.on_host(model, devices.cluster("h100", 4)):
-        text = planned.write(dataclasses.replace(PLAN, on_host=on_host), Costs(1, 1, 1), None)
-        written = yaml.safe_load(text)
-        assert on_host.state <= model.may_offload
-        assert written.get("optimizer", {}).get("offload", False) == on_host.state
-        place = written.get("pipeline", {}).get("residuals", "device")
-        assert (place == "host") == on_host.residuals

@@ -100,12 +100,6 @@ def test_layered_accumulation_waits_less_and_gathers_layers_twice():
     assert counts[:2] == [one_by_one, [2 * v - 2, v]]
 
 
-def test_critical_batches_grow_with_the_model():
-    small, large = common.critical_tokens(1e9), common.critical_tokens(1e12)
-    # A thousand times the parameters: 1000^(.076 / .21).
-    assert large / small == pytest.approx(12.18, rel=1e-3)
-
-
 def test_stable_rates_end_where_the_formula_says_and_t2_widens_them():
     tau, plain = 3, stability.Method()
     limit = stability.boundary(stability.by_eigenvalues, plain, tau)

@@ -14,7 +14,7 @@ from jaxpipe.schedule.generators.breadth_first import gpipe
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.cache import cache_folder, cached
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,6 @@ def files(tmp_path, monkeypatch):
     monkeypatch.delenv("JAXPIPE_NO_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "jaxpipe"
-
-
-UNIT = Costs(1, 1, 1)
 
 
 def search(p: int, m: int, k: int, costs: Costs = UNIT) -> Schedule:
@@ -47,9 +44,9 @@ def test_the_place_follows_the_xdg_specification(files, monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "jaxpipe"
 
 
-@pytest.mark.parametrize("name", ["controllable-memory", "auto"])
-def test_searches_of_the_registry_are_kept_and_are_the_same_without_the_cache(files, name):
-    generate = {"controllable-memory": controllable_memory, "auto": auto}[name]
+@pytest.mark.parametrize("generate", [controllable_memory, auto])
+def test_searches_of_the_registry_are_kept_and_are_the_same_without_the_cache(files, generate):
+    name = generate.__name__.replace("_", "-")
     pure = generate(2, 4, memory_limit=2)
     assert not files.exists()
     for _ in ("searched", "read"):
@@ -91,47 +88,44 @@ def test_the_signature_stays():
     assert inspect.signature(cached(auto)) == inspect.signature(auto)
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "[]", pytest.param("[" * 100_000, id="deep"), '{"orders": 1}', "\udcff", "0F0"]
-)
+def without_first_action(text: str) -> str:
+    assert "0F0 " in text
+    return text.replace("0F0 ", "", 1)
+
+
+DAMAGES = {
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "deep": lambda text: "[" * 100_000,
+    "no schedule": lambda text: '{"orders": 1}',
+    "no text": lambda text: "\udcff",
+    "no JSON": lambda text: "0F0",
+    "cannot run": without_first_action,
+    "another shape": lambda text: json.dumps(json.loads(text) | to_json(gpipe(2, 3))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_cache_files_are_replaced(damage, files):
     first = search(2, 4, 4)
     (file,) = files.iterdir()
     written = file.read_text()
-    file.write_text(damage, errors="surrogateescape")
+    file.write_text(DAMAGES[damage](written), errors="surrogateescape")
     assert search(2, 4, 4) == first
     assert file.read_text() == written
 
 
-def test_a_stored_schedule_that_cannot_run_is_replaced(files):
-    first = search(2, 4, 4)
-    (file,) = files.iterdir()
-    written = file.read_text()
-    assert "0F0 " in written
-    file.write_text(written.replace("0F0 ", "", 1))
-    assert search(2, 4, 4) == first
-    assert file.read_text() == written
-
-
-def test_a_stored_schedule_of_another_shape_is_replaced(files):
+def test_links_are_replaced(files):
+    """To another schedule, and to a device without end."""
     search(2, 3, 4)
     (other,) = files.iterdir()
     first = search(2, 4, 4)
     (file,) = set(files.iterdir()) - {other}
-    written = file.read_text()
-    for text in (other.read_text(), json.dumps(json.loads(written) | to_json(gpipe(2, 3)))):
-        file.write_text(text)
+    for target in (other, "/dev/zero"):
+        file.unlink()
+        file.symlink_to(target)
         assert search(2, 4, 4) == first
-        assert file.read_text() == written
-
-
-def test_a_link_to_a_device_is_replaced(files):
-    first = search(2, 4, 4)
-    (file,) = files.iterdir()
-    file.unlink()
-    file.symlink_to("/dev/zero")
-    assert search(2, 4, 4) == first
-    assert file.is_file()
+        assert file.is_file()
 
 
 def test_cache_keys_hold_every_input(files):

@@ -1,8 +1,10 @@
-"""Slots: as few as the intervals need, and never two values in one."""
+"""Tick tables, replayed: slots, messages, and how often weights are gathered."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -152,3 +154,59 @@ def replay(table: TickTable, *, overlaps: bool) -> None:
         before = outputs
     assert ran == 2 * V * table.schedule.num_microbatches
     assert not slots
+
+
+# Gathers of weights and reductions of gradients.
+
+
+def gathers_and_reduces(schedule: Schedule, *, slots: int) -> tuple[list[int], list[int]]:
+    """Per stage, how many chunks are gathered and how many gradient sums reduced."""
+    layers = [1] * schedule.placement.num_virtual_stages
+    table = lower(schedule, layers, weight_slots=slots)
+    gathers, reduces = (
+        (t.chunk != NONE).sum(axis=0).tolist() for t in (table.gathers, table.reduces)
+    )
+    return gathers, reduces
+
+
+@pytest.mark.parametrize("v", [3, 4])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_gathers_and_reductions_of_the_published_table(v, k):
+    """With two slots the table's count, but for chunks that stay between groups."""
+    p = 4
+    build = functools.partial(catalog.build, stages=p, microbatches=k * p, chunks=v)
+    for name in ("breadth-first", "breadth-first-fused", "modular-fused"):
+        assert gathers_and_reduces(build(name), slots=1) == ([2 * v - 1] * p, [v] * p)
+        assert gathers_and_reduces(build(name), slots=2)[0] == [2 * v - 2] * p
+    grouped = build("breadth-first-fused", group=p)
+    for schedule in (grouped, build("interleaved-fused")):
+        assert gathers_and_reduces(schedule, slots=1)[1] == [v * k] * p
+    assert gathers_and_reduces(grouped, slots=2)[0] == [k * (2 * v - 2) - 2 * (k - 1)] * p
+
+
+def fewest_gathers(chunks: Sequence[int], slots: int) -> int:
+    """Gathers of the best of all choices of the chunk that makes room."""
+
+    @functools.cache
+    def after(at: int, held: frozenset[int]) -> int:
+        if at == len(chunks):
+            return 0
+        if chunks[at] in held:
+            return after(at + 1, held)
+        kept = [held] if len(held) < slots else [held - {out} for out in held]
+        return 1 + min(after(at + 1, rest | {chunks[at]}) for rest in kept)
+
+    return after(0, frozenset())
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("name", ["breadth-first-fused", "interleaved", "hanayo", "zb-v"])
+def test_no_choice_of_what_makes_room_gathers_less(name, slots):
+    options = {} if name == "zb-v" else {"chunks": 4}
+    schedule = catalog.build(name, stages=3, microbatches=6, **options)
+    chunks = schedule.placement.chunks
+    gathers, _ = gathers_and_reduces(schedule, slots=slots)
+    assert gathers == [
+        fewest_gathers([chunks[action.virtual_stage] for action in order], slots)
+        for order in schedule.orders
+    ]

@@ -17,7 +17,6 @@ from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, valid
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.csv_format import parse_csv, write_csv
 from jaxpipe.schedule.lowering.lower import forward_only, lower
-from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
@@ -89,7 +88,6 @@ def test_a_pair_waits_for_both_inputs_and_gives_both_results_at_its_end():
     timeline = simulate(parse_csv(text), UNIT)
     starts = {str(part.action): part.start for row in timeline.rows for part in row}
     assert (starts["1F1"], starts["1BW0"], starts["0BW0"]) == (2, 3, 5)
-    assert str(timeline.schedule.overlapped[0]) == "1F1"
 
 
 def test_both_run_in_one_tick_and_the_rest_as_always():
@@ -111,34 +109,17 @@ def test_kinds_of_backward_in_a_pair():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("overlapped", "expected"),
     [
-        ("0F0,(0F1;0F2)OVERLAP_F_B", r"cell 2: '\(0F1;0F2\)OVERLAP_F_B' overlaps other actions"),
-        ("0F0,(0B0;0F1)OVERLAP_F_B", r"overlaps other actions than an F and then a backward"),
-        ("0F0,(0F1;0B0)OVERLAP", r"is not an action"),
-        ("0F0,(0F1;0X0)OVERLAP_F_B", r"cell 2: '0X0' is not an action"),
-        ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", r"backward of another microbatch.*: 0B1 follows\."),
-        # The backward waits for the F beside it, by way of stage 1.
-        ("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2", r"Deadlock: stage 0"),
+        (Action(0, Kind.F, 9), "0F9 is overlapped, and must be an F of the schedule"),
+        (Action(0, Kind.BW, 0), "0BW0 is overlapped, and must be an F of the schedule"),
+        (Action(0, Kind.F, 0), "0F0 is overlapped.*: 0F1 follows"),
+        ("0F2", "overlapped is tuple, and must be a tuple of nothing but Action"),
     ],
 )
-def test_what_cannot_overlap_is_refused_where_it_stands(text, expected):
+def test_what_a_schedule_may_say_of_pairs(overlapped, expected):
     with pytest.raises(ScheduleError, match=expected):
-        parse_csv(text)
-
-
-def test_what_a_schedule_may_say_of_pairs():
-    good = parse_csv(TEXT)
-    for overlapped, expected in (
-        ((Action(0, Kind.F, 9),), "0F9 is overlapped, and must be an F of the schedule"),
-        ((Action(0, Kind.BW, 0),), "0BW0 is overlapped, and must be an F of the schedule"),
-        ((Action(0, Kind.F, 0),), "0F0 is overlapped.*: 0F1 follows"),
-        (("0F2",), "overlapped is tuple, and must be a tuple of nothing but Action"),
-    ):
-        with pytest.raises(ScheduleError, match=expected):
-            validate(dataclasses.replace(good, overlapped=overlapped))
-    mixed = dataclasses.replace(good, placement=linear(1))
-    assert mixed.mixes_backwards
+        validate(dataclasses.replace(parse_csv(TEXT), overlapped=(overlapped,)))
 
 
 def test_a_pair_is_drawn_as_one():

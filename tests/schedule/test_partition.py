@@ -1,4 +1,4 @@
-"""Layers into chunks: optimal against brute force, even for equal costs, faster in simulation."""
+"""Layers into chunks: optimal against brute force, and even for equal costs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.partition import Memory, chunk_shares, partition
 from jaxpipe.schedule.placement import linear, looped, wave
-from jaxpipe.schedule.simulate import Costs, simulate
 
 PLACEMENTS = [linear(1), linear(3), linear(4), looped(2, num_chunks=2), wave(2), wave(3)]
 PLACEMENTS += [looped(1, num_chunks=3), wave(2, num_waves=2)]
@@ -96,33 +93,6 @@ def test_layers_that_are_alike_give_chunks_that_are_alike(extra, placement, cost
     assert partition(alike, placement, memory=unlimited) == even
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "chunks"),
-    [("1f1b", 8, 1), ("gpipe", 8, 1), ("zb-v", 4, 2), ("interleaved", 4, 2), ("hanayo", 4, 4)],
-)
-def test_a_balanced_partition_beats_equal_counts_in_simulated_time(name, stages, chunks):
-    # A convolutional network's shape: few heavy layers after many light ones.
-    layer_costs = [0.5] * 20 + [1.0] * 12 + [2.5] * 8
-    schedule = catalog.build(name, stages=stages, microbatches=4 * stages, chunks=chunks)
-    balanced = partition(layer_costs, schedule.placement)
-    equal = partition([1] * len(layer_costs), schedule.placement)
-    for clock in (simulate, device_clock):
-        times = []
-        for counts in (balanced, equal):
-            of_chunks = [Costs(x, 1.2 * x, 0.8 * x) for x in loads(layer_costs, counts)]
-            times.append(clock(schedule, of_chunks).makespan)
-        assert times[0] < 0.9 * times[1]
-
-
-def test_chunks_on_one_stage_make_up_for_each_other():
-    # One layer outweighs all: its stage's other chunk is the one to be light.
-    layer_costs = [1] * 12 + [4] + [1] * 3
-    placement = wave(4)
-    counts = partition(layer_costs, placement)
-    assert max(loads(layer_costs, counts)) == 4
-    assert max(stage_loads(loads(layer_costs, counts), placement)) == 5
-
-
 def test_the_shares_say_what_every_chunk_holds():
     rows = chunk_shares([1, 1, 2, 3, 1], (2, 1, 1, 1), wave(2))
     assert [(r.virtual_stage, r.stage, r.chunk) for r in rows] == [
@@ -144,15 +114,3 @@ def test_the_shares_say_what_every_chunk_holds():
 def test_what_cannot_be_split_is_refused(layer_costs, placement, memory, message):
     with pytest.raises(ValueError, match=message):
         partition(layer_costs, placement, memory=memory)
-
-
-def test_costs_of_each_virtual_stage_give_the_times_one_would_count():
-    schedule = catalog.build("1f1b", stages=2, microbatches=2)
-    costs = [Costs(1, 1, 1), Costs(3, 2, 4, message=5)]
-    # Stage 1 runs F0 from 1, B0, W0, F1 and B1 until 15; then stage 0, after a message, B1 and W1.
-    assert simulate(schedule, costs).makespan == 1 + (3 + 2 + 4 + 3 + 2) + 5 + (1 + 1)
-    same = [Costs(2, 3, 1, 0.5)] * 2
-    for clock in (simulate, device_clock):
-        assert clock(schedule, same).rows == clock(schedule, same[0]).rows
-    with pytest.raises(ValueError, match="There are 1 costs for 2 virtual stages"):
-        simulate(schedule, same[:1])

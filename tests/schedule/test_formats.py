@@ -1,8 +1,9 @@
-"""Order lists survive the trip through PyTorch's CSV; anything else is refused where it stands."""
+"""Schedules survive trips through PyTorch's CSV and JSON; anything else is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies, split_action
 from jaxpipe.schedule.check.validate import ScheduleError
 from jaxpipe.schedule.formats.csv_format import parse_csv, read_csv, write_csv
+from jaxpipe.schedule.formats.json_format import from_json, to_json
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import ArgumentError
 from jaxpipe.schedule.simulate import Costs
@@ -48,6 +50,7 @@ def valid_schedules(draw) -> Schedule:
 @given(valid_schedules())
 def test_any_valid_order_survives_the_round_trip(schedule):
     assert parse_csv(write_csv(schedule), name="any") == schedule
+    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
 
 
 @settings(max_examples=50)
@@ -56,6 +59,7 @@ def test_schedules_survive_the_round_trip(name, p, m):
     schedule = catalog.build(name, stages=p, microbatches=m)
     read = parse_csv(write_csv(schedule), name=name)
     assert read == dataclasses.replace(schedule, peak_in_flight=None)
+    assert from_json(json.loads(json.dumps(to_json(schedule)))) == schedule
 
 
 def test_kinds_have_the_names_of_pytorch():
@@ -101,6 +105,13 @@ def test_a_file_gives_its_name_and_may_start_with_a_byte_order_mark(tmp_path):
         ("0F0,0F1,0B0", r"(?s)0B1 is missing from stage 0\.\ntick.*0B0 +>0B1\? +\."),
         ("0F0,0F1,0I0,0W0", r"(?s)0I1 is missing .*and so is 0B1.*>0I1\?>0W1\?"),
         ("0F0,0B0,1F0,1B0", r"waits for the result of 1B0"),
+        ("0F0,(0F1;0F2)OVERLAP_F_B", r"cell 2: '\(0F1;0F2\)OVERLAP_F_B' overlaps other actions"),
+        ("0F0,(0B0;0F1)OVERLAP_F_B", r"overlaps other actions than an F and then a backward"),
+        ("0F0,(0F1;0B0)OVERLAP", r"is not an action"),
+        ("0F0,(0F1;0X0)OVERLAP_F_B", r"cell 2: '0X0' is not an action"),
+        ("0F0,(0F1;0B1)OVERLAP_F_B,0B0", r"backward of another microbatch.*: 0B1 follows\."),
+        # The backward waits for the F beside it, by way of stage 1.
+        ("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2", "Deadlock: stage 0"),
     ],
 )
 def test_what_is_no_schedule_is_refused_where_it_stands(text, expected):
@@ -126,19 +137,56 @@ def test_a_file_or_a_function_is_built_by_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers", "texts"),
+    ("name", "numbers", "text"),
     [
-        ("mine.csv", {"stages": 3}, ["is not a schedule for stages=3", "valid: stages=2"]),
-        ("mine.csv", {"chunks": 1}, ["is a schedule as it stands: leave out chunks."]),
-        ("mine.csv", {"microbatches": 0}, ["microbatches=0 must be at least 1."]),
-        ("absent.csv", {}, ["absent.csv' cannot be read: ", "No such file"]),
-        ("absent:f", {}, ["name='absent:f' is no function Python can import"]),
+        ("mine.csv", {"stages": 3}, " for stages=3 and microbatches=4.\nNearest valid: stages=2"),
+        ("mine.csv", {"chunks": 1}, "is a schedule as it stands: leave out chunks."),
+        ("mine.csv", {"microbatches": 0}, "microbatches=0 must be at least 1."),
+        ("absent.csv", {}, "absent.csv' cannot be read: No such file"),
+        ("absent:f", {}, "name='absent:f' is no function Python can import"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_in_the_names_of_build(tmp_path, name, numbers, texts):
+def test_a_file_that_does_not_fit_is_refused_in_the_names_of_build(tmp_path, name, numbers, text):
     (tmp_path / "mine.csv").write_text(write_csv(catalog.build("zb-h1", stages=2, microbatches=4)))
     name = str(tmp_path / name) if name.endswith(".csv") else name
     with pytest.raises(ArgumentError) as caught:
         catalog.build(name, **{"stages": 2, "microbatches": 4} | numbers)
-    for text in texts:
-        assert text in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_csv_of_slices_is_refused():
+    sliced = catalog.build("1f1b", stages=2, microbatches=2, slices=4)
+    with pytest.raises(ScheduleError, match="cuts sequences into 4 slices, and PyTorch's format"):
+        write_csv(sliced)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("orders", ["0F0", "0F0"], "cannot run"),
+        ("orders", ["0F0 zero", ""], "'zero' is not an action"),
+        ("orders", "0F0", "is not an action"),
+        ("orders", None, "no schedule in JSON"),
+        ("orders", [3], "no schedule in JSON"),
+        ("stages", [0, 7], "same number of virtual stages"),
+        ("stages", ["0", "1"], "nothing but int"),
+        ("stages", 2, "no schedule in JSON"),
+        ("num_microbatches", "4", "num_microbatches"),
+        ("num_microbatches", 5, "cannot run"),
+        ("peak_in_flight", [1, 1], "cannot run"),
+    ],
+)
+def test_json_that_is_damaged_is_refused(field, value, expected):
+    whole = to_json(catalog.build("1f1b", stages=2, microbatches=4))
+    with pytest.raises(ScheduleError, match=expected):
+        from_json(whole | {field: value})
+
+
+def test_what_json_lacks_is_named_and_anything_else_is_refused():
+    whole = to_json(catalog.build("1f1b", stages=2, microbatches=4))
+    for field in whole:
+        with pytest.raises(ScheduleError, match=f"needs '{field}'"):
+            from_json({name: value for name, value in whole.items() if name != field})
+    for data in (None, 3, "text", [], [1]):
+        with pytest.raises(ScheduleError, match="no schedule in JSON"):
+            from_json(data)

@@ -101,29 +101,6 @@ def drawn(config, seed=1):
     return jax.tree_util.tree_map_with_path(leaf, _shapes(config))
 
 
-def randomise(torch_model, *, size=1.0):
-    """Draws what a fresh model initialises to zeros and ones: mixing these up would not show.
-
-    Matrices are multiplied by ``size``; at first scores are too small for softmax and caps to show.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in torch_model.state_dict().items():
-        if tensor.ndim > 1:
-            tensor *= size
-        elif tensor.is_floating_point():
-            noise = torch.rand(tensor.shape, generator=generator) * 0.2
-            tensor += noise if "bias" in name or "mean" in name else noise - 0.1
-    return torch_model.eval()
-
-
-def assert_equal_logits(ours, theirs):
-    """float32 on both sides: a few units in the last place of the largest logit."""
-    theirs = theirs.detach().numpy()
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6 * np.abs(theirs).max())
-
-
 def shard(folder, names=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
     """Splits the weights of a folder into two files with an index, as the library does."""
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)

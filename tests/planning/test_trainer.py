@@ -1,0 +1,136 @@
+"""The trainer's side of plans: what it counts, offers, reads, writes and chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from importlib.metadata import EntryPoint
+
+import pytest
+import yaml
+from synthetic import NONE, synthetic
+
+from jaxpipe import cli
+from jaxpipe.errors import ArgumentError
+from jaxpipe.planning import configurations, devices, plans
+from jaxpipe.planning.plans import Plan
+from jaxpipe.schedule import Costs
+from train import checks, configured, plan
+from train.command_line import parse
+from train.config import Config
+from train.plan import Planned
+
+SMALL = {"vocab_size": 64, "sequence_length": 64, "num_layers": 4, "width": 8, "num_heads": 2}
+PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", 1, 1, "stacked")
+COSTS = Costs(1, 1.2, 0.8, attention=0.5)
+# What `make train` prepares has another vocabulary; no two devices can share such layers.
+CONFIG = """
+data: {path: not-prepared}
+model: {vocab_size: 256, sequence_length: 63, num_layers: 4, width: 24, num_heads: 3}
+mesh: {stage: 3}
+train: {batch_size: 4, steps: 40}
+"""
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """Lets the command find an installed reader of configurations."""
+
+    def install(name: str) -> None:
+        point = EntryPoint("train", name, configurations.GROUP)
+        monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
+
+    return install
+
+
+def test_without_a_reader_the_command_says_so(reader, tmp_path):
+    reader("no_such_module:read")
+    with pytest.raises(ArgumentError, match=r"no_such_module.*--sizes FILE"):
+        configurations.read(tmp_path / "config.yaml")
+
+
+def test_configurations_are_read_and_plans_written_as_configurations(reader, tmp_path, capsys):
+    reader("train.plan:read")
+    config, out = tmp_path / "config.yaml", tmp_path / "plan.yaml"
+    arguments = ["plan", "--config", str(config), "--devices", "2", "--device", "cpu"]
+    for wrong, text in (
+        ("model: {width: 63}", "model.width=63"),
+        (f"{CONFIG}pipeline: {{fp8: '*kernels'}}", "*kernels"),
+    ):
+        config.write_text(wrong)
+        assert cli.main(arguments) == 2
+        assert text in capsys.readouterr().err
+    config.write_text(f"{CONFIG}pipeline: {{fp8: '*kernel'}}".replace("layers: 4", "layers: 2"))
+    assert cli.main([*arguments, "--measure", "1", "--out", str(out)]) == 0
+    assert "compiled" in capsys.readouterr().out
+    written = parse(["--config", str(out)])
+    assert not written.failures
+    assert written.config.mesh.num_devices == 2
+    assert written.config.train.batch_size == 4
+    assert written.config.model.num_layers == 2
+    assert written.config.pipeline.fp8 == "*kernel"
+
+
+def test_a_schedule_is_chosen_for_a_mesh(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.replace("stage: 3", "stage: 4, data: 1"))
+    config = configured.without_choice(parse(["--config", str(path)]).config)
+    chosen, why = plan.choose(config)
+    assert chosen.mesh == config.mesh
+    assert chosen.train == config.train
+    assert chosen.pipeline.schedule in plans.SCHEDULES
+    assert chosen.pipeline.zero == config.pipeline.zero
+    assert chosen.train.batch_size % chosen.pipeline.microbatches == 0
+    assert why.startswith(f"pipeline.schedule=plan on cpus: {chosen.pipeline.schedule}, ")
+    assert "then" in why
+    assert not checks.check(chosen, writes=False, reads=False)
+
+
+def test_meshes_of_plans_are_accepted():
+    model = synthetic(*(NONE._replace(expert=expert) for expert in (1, 2, 4)))
+    families = plans.families(model, devices.cluster("h100", 16), (32,), Counter())
+    found = [one.plan for family in families for one in family]
+    assert {plan.expert for plan in found} == {1, 2, 4}
+    experts = SMALL | {"num_experts": 4}
+    planned = Planned(Config(model=experts), "experts")
+    meshes = {(p.stage, p.data, p.expert, p.replica): p for p in found}
+    for one in meshes.values():
+        written = yaml.safe_load(planned.write(one, COSTS, None))
+        config = Config(model=experts, mesh=written["mesh"])
+        assert not [*checks.replicas(config), *checks.shared_axes(config)]
+        assert config.mesh.expert == one.expert
+
+
+def test_only_a_model_with_experts_is_counted_with_them():
+    for experts, expected in ((None, {1}), (4, {1, 2, 4})):
+        planned = Planned(Config(model=SMALL | {"num_experts": experts}), "small")
+        assert {expert for expert in (1, 2, 4, 8) if planned._may_share(1, 1, expert)} == expected
+
+
+def test_slices_are_counted_and_written(monkeypatch):
+    planned = Planned(Config(model=SMALL), "small")
+    found = [
+        planned.counted([variant], lambda share: None).variants[variant].layer_flops(2)
+        for variant in (NONE, NONE._replace(slices=4))
+    ]
+    assert found[1] < found[0] / 2
+    monkeypatch.setattr(planned, "counted", lambda cases, progress: cases)
+    assert {case.slices for case in planned.sizes(1, 4, lambda share: None)} == {1, 2, 4}
+    written = planned.write(dataclasses.replace(PLAN, data=1, zero=0, slices=4), COSTS, None)
+    assert "sequence_slices: 4" in written
+    assert "attention: 0.5" in written
+
+
+@pytest.mark.parametrize("max_skipped", [0, 3])
+def test_the_host_is_offered_where_steps_are_never_skipped(max_skipped):
+    optimizer = {"max_skipped": max_skipped, "offload": not max_skipped}
+    planned = Planned(Config(model=SMALL, optimizer=optimizer), "small")
+    model = planned.counted([NONE], lambda share: None)
+    assert model.may_offload == (max_skipped == 0)
+    for on_host in plans.on_host(model, devices.cluster("h100", 4)):
+        text = planned.write(dataclasses.replace(PLAN, on_host=on_host), COSTS, None)
+        written = yaml.safe_load(text)
+        assert on_host.state <= model.may_offload
+        assert written.get("optimizer", {}).get("offload", False) == on_host.state
+        place = written.get("pipeline", {}).get("residuals", "device")
+        assert (place == "host") == on_host.residuals
