@@ -20,7 +20,7 @@ import tyro
 import jaxpipe
 from benchmarks import harness, memory
 from benchmarks.hlo import HloProgram
-from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
 from jaxpipe.runtime.measure.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE

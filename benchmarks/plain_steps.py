@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.layers.remat import REMAT_POLICIES
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
 from jaxpipe.runtime.trees import widened
 from models import gpt
 

@@ -4,8 +4,7 @@ The core knows nothing of them: `jaxpipe.schedule.actions.GUESTS` has their name
 plain arithmetic; what trains them imports jax, and is `jaxpipe.AsyncPipeline`.
 """
 
-from jaxpipe.asynchronous.draw import steady_text
-from jaxpipe.asynchronous.steady import ASYNCHRONOUS_METHODS, SteadyState
+from jaxpipe.asynchronous.steady import ASYNCHRONOUS_METHODS, SteadyState, steady_text
 
 __all__ = [
     "ASYNCHRONOUS_METHODS",

@@ -145,20 +145,10 @@ class AsyncPipeline:
         self._layout = pipe.layout if pipe.table.together else pipe.layout.whole_outer
         parts = PlacedOptimizer(optimizer, self._layout, zero=pipe.options.zero, scaled=scaled)
         parts.check_parts()
-        self._rules = Rules(
-            self.steady,
-            parts,
-            rescheduling_steps,
-            discrepancy_decay,
-            clip_norm,
-        )
+        self._rules = Rules(self.steady, parts, rescheduling_steps, discrepancy_decay, clip_norm)
         leaves = Kind.F if recompute_segment is None else Kind.R
-        fused = Kind.BW in pipe.table.passes
-        table = steady_table(pipe.schedule, self.steady, pipe.table.layer_counts, fused=fused)
-        setup = pipe.setup(table)
-        layout = self._layout.local
-        # W follows B in the same tick, so B leaves to it all that belongs to W.
-        self._setup = dataclasses.replace(setup, layout=layout, early=False, leaves=leaves)
+        setup = pipe.setup(steady_table(pipe.table, self.steady))
+        self._setup = dataclasses.replace(setup, layout=self._layout.local, leaves=leaves)
 
     @property
     def delays(self) -> np.ndarray:

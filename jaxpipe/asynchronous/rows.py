@@ -7,22 +7,22 @@ and the stage, the same for numpy's arrays and traced ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpipe.asynchronous.steady import PartTicks, SteadyState
-from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.lowering import table
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import (
     NONE,
     Arrival,
-    Channel,
+    Cell,
     Integer,
+    Outer,
+    Row,
     TickTable,
     Transfer,
-    Transfers,
 )
 
 
@@ -50,7 +50,7 @@ class SteadyRow(NamedTuple):
       any_update: 1 if any part of any stage is.
     """
 
-    row: table.Row
+    row: Row
     inputs: dict[Kind, Integer]
     reads: dict[str, dict[str, Integer]]
     updates: dict[str, Update]
@@ -95,7 +95,7 @@ class SteadyRows:
           layers: how many the stage has.
         """
         steady, part, nothing = self.steady, self.steady.stage(stage), Transfer(NONE, NONE)
-        row = table.Row(
+        row = Row(
             cells={kind: self._cell(kind, part, tick, layers) for kind in self.kinds},
             arrivals=self._arrivals(tick, stage),
             gather=nothing,
@@ -119,12 +119,12 @@ class SteadyRows:
     def _if_runs(self, g: Integer, value: Integer) -> Integer:
         return self.xp.where(self._runs(g), value, NONE)
 
-    def _cell(self, kind: Kind, part: PartTicks, tick: Integer, layers: Integer) -> table.Cell:
+    def _cell(self, kind: Kind, part: PartTicks, tick: Integer, layers: Integer) -> Cell:
         steady = self.steady
         versions = {Kind.F: steady.forward_version, Kind.R: steady.recompute_version}
         version, g = versions.get(kind, steady.backward_version), tick - part.start(kind)
         slot, zero = g % steady.residual_slots, 0 * g
-        return table.Cell(
+        return Cell(
             layers=self.xp.where(self._runs(g), layers, 0),
             chunk=zero,
             microbatch=g,
@@ -147,10 +147,10 @@ class SteadyRows:
         arrivals = [Arrival(self.xp.where(ends, NONE, slot), NONE) for ends, slot in edges]
         return tuple(arrivals) if last else ()
 
-    def _outer(self, tick: Integer) -> table.Outer:
+    def _outer(self, tick: Integer) -> Outer:
         embed, head = self.steady.embed, self.steady.head
         enters, leaves, ends = tick - embed.forward, tick - head.forward, tick - embed.backward
-        return table.Outer(
+        return Outer(
             embed=self._if_runs(enters, enters),
             embed_slot=0,
             head=self._if_runs(leaves, leaves),
@@ -180,61 +180,23 @@ class SteadyRows:
         return Update(due, self.first + minibatch)
 
 
-def steady_table(
-    schedule: Schedule, steady: SteadyState, layer_counts: Sequence[int], *, fused: bool
-) -> TickTable:
-    """Builds the table of one minibatch from an empty pipeline to an empty one: kinds, channels and
-    slots of the ticks that the executor runs. R and its messages are
-    `jaxpipe.asynchronous.updates`'.
+def steady_table(table: TickTable, steady: SteadyState) -> TickTable:
+    """Makes of a synchronous pipeline's table what the executor reads of it beside rows.
 
-    Args:
-      schedule: the synchronous schedule of the same pipeline.
-      steady: the rules.
-      layer_counts: layers of every stage.
-      fused: whether backwards are BW, or B and W.
+    These are the kinds of action, the channels, all prompt, and the buffers' slots. R and its
+    messages are `jaxpipe.asynchronous.updates`'.
     """
-    P, N = steady.num_stages, steady.num_microbatches
-    tick, stage = np.arange(N + steady.drain_ticks)[:, None], np.arange(P)
-    rows = SteadyRows(steady, entered=N, fused=fused, xp=np)
-    row = rows.at(tick, stage, layers=np.asarray(layer_counts)).row
-
-    def column(value: Integer) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value, np.int32), (len(tick), P))
-
-    def transfers(tick_of_chunk: Integer) -> Transfers:
-        chunk = column(np.where(tick == tick_of_chunk, 0, NONE))
-        edge = Transfer(*(np.zeros((0, P), np.int32) for _ in Transfer._fields))
-        return Transfers(chunk, column(0), column(0), 1, group=0, shares=1, parts=1, edge=edge)
-
-    forth = tuple((d - 1, d) for d in range(1, P))
-    edges = {Kind.B: tuple((d, s) for s, d in forth), Kind.F: forth}
     channels = tuple(
-        Channel(kind, pairs, column(arrival.slot), column(arrival.late_slot))
-        for (kind, pairs), arrival in zip(edges.items(), row.arrivals, strict=False)
+        dataclasses.replace(channel, late_slot=np.full_like(channel.late_slot, NONE))
+        for channel in table.channels
     )
-    outer = row.outer
-    return TickTable(
-        schedule=schedule,
-        layer_counts=tuple(layer_counts),
-        passes={
-            kind: table.Cell(**{k: column(v) for k, v in vars(cell).items() if v is not None})
-            for kind, cell in row.cells.items()
-            if kind is not Kind.R
-        },
+    return dataclasses.replace(
+        table,
         channels=channels,
-        embed=outer.embed[:, 0],
-        embed_slot=column(0)[:, 0],
-        head=outer.head[:, 0],
-        head_slot=column(0)[:, 0],
-        embed_gradient=outer.embed_gradient[:, 0],
-        embed_gradient_slot=column(NONE)[:, :1],
-        # As with one slot of each: a stage has one chunk, from its first F to its last backward.
-        gathers=transfers(stage),
-        reduces=transfers(N - 1 + steady.stage(stage).backward),
+        embed_gradient_slot=np.full_like(table.embed_gradient_slot, NONE),
         num_slots={"x": 1, "dy": 1, "crossing": 1}
         | dict.fromkeys(("until_b", "until_w"), steady.residual_slots),
         # A stage sends in every tick in which the pipeline is full.
         exchanges=(tuple(channel.edges for channel in channels),),
-        exchange=np.zeros(len(tick), np.int32),
         together=True,
     )

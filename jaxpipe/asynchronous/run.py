@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.asynchronous.rows import SteadyRow, SteadyRows
+from jaxpipe.asynchronous.rows import SteadyRows
 from jaxpipe.asynchronous.steady import SteadyState
-from jaxpipe.asynchronous.updates import KEPT, Extra, Rules, Updated
-from jaxpipe.asynchronous.weights import Versioned, Versions
+from jaxpipe.asynchronous.updates import KEPT, Extra, Rules, Updated, Versioned, Versions
 from jaxpipe.runtime.barriers import run_if
-from jaxpipe.runtime.layers.dependence import read_leaves
+from jaxpipe.runtime.layers.jaxprs import read_leaves
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
 from jaxpipe.runtime.tick import executor
@@ -81,13 +80,12 @@ def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Tre
     idle = SteadyRows(steady, entered=0, xp=jnp).at(0, fixed.stage, layers=0)
     sums, num_sums = _outer(setup, own), steady.num_sums(tied=tied)
     rotating = jax.tree.map(lambda w: jnp.zeros((num_sums, *w.shape), w.dtype), sums["embed"])
-    fixed = _at(fixed, rules, idle, tied=tied)
+    fixed = _at(fixed, Updated(rules, idle, tied))
     carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
     late = 1 + steady.loss_lag
     losses = jax.tree.map(lambda w: jnp.stack([w] * late), carried.layer_losses)
-    extra = dataclasses.replace(carried.finished, layer_losses=losses)
     scale = None if fixed.weight is None else jnp.zeros(steady.num_slots, jnp.float32)
-    return _in_flight(carried.but(finished=extra), scale)
+    return _in_flight(carried, losses, scale)
 
 
 def newest_weights(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Arrays]:
@@ -131,7 +129,7 @@ def call(
     minibatch = None if rows is None else fixed.weighed(StepMicrobatches(rows, rng))
 
     def tick(through: Tree, offset: Index) -> tuple[Tree, Tree]:
-        recent, carried, averaged = through
+        recent, carried, losses, averaged = through
         now = clock["tick"] + offset
         if minibatch is not None:
             slot, (new, key, _) = now % steady.num_slots, minibatch.at(offset)
@@ -141,16 +139,26 @@ def call(
                 {"rows": new, "rng": key, "scale": minibatch.scale},
             )
         row = source.at(now, fixed.stage, layers=layers)
-        batch = Recent(**recent, steady=steady)
-        carried = executor.tick(_at(fixed, rules, row, tied=tied), batch, carried, row.row)
+        # Layers add their losses to those of their minibatch.
+        slot = steady.loss_slot(row.row.cells[Kind.F].microbatch)
+        carried = carried.but(layer_losses=jax.tree.map(lambda w: w[slot], losses))
+        sink, batch = Updated(rules, row, tied), Recent(**recent, steady=steady)
+        of_tick = _at(fixed, sink)
+        carried = executor.tick(of_tick, batch, carried, row.row)
+        losses = jax.tree.map(lambda w, new: w.at[slot].set(new), losses, carried.layer_losses)
+        carried = sink.update(of_tick, carried)
         if setup.states is not None:
             carried, averaged = _average_states(fixed, steady, carried, averaged, row.row)
-        carried, left = _left(steady, carried, row.row)
-        return (recent, carried, averaged), left
+        carried, losses, left = _left(steady, carried, losses, row.row)
+        return (recent, carried, losses, averaged), left
 
     recent = own["recent"] | {"scale": own["flight"].get("scale")}
-    through = recent, _carried(rules, own), jax.tree.map(lambda w: w[0], own["states"])
-    (recent, carried, averaged), left = lax.scan(tick, through, jnp.arange(num_ticks))
+    losses, averaged = (
+        own["flight"].get("layer_losses"),
+        jax.tree.map(lambda w: w[0], own["states"]),
+    )
+    through = recent, _carried(rules, own), losses, averaged
+    (recent, carried, losses, averaged), left = lax.scan(tick, through, jnp.arange(num_ticks))
     last_ones = _last_ones(steady, num_ticks, drains=drains)
     value = fixed.collector.result(*jax.tree.map(lambda w: w[last_ones], left))
     scale, later = recent.pop("scale"), clock | {"tick": clock["tick"] + num_ticks}
@@ -165,7 +173,7 @@ def call(
         "states": jax.tree.map(lambda w: w[None], averaged),
         "recent": recent,
         "clock": later,
-        "flight": _in_flight(carried, scale),
+        "flight": _in_flight(carried, losses, scale),
     }
     return _behind(own), value
 
@@ -185,21 +193,22 @@ def _average_states(
     return carried.but(states=states), averaged
 
 
-def _left(steady: SteadyState, carried: Carried, row: Row) -> tuple[Carried, tuple[Tree, Tree]]:
+def _left(
+    steady: SteadyState, carried: Carried, losses: Tree, row: Row
+) -> tuple[Carried, Tree, tuple[Tree, Tree]]:
     """Takes out what is collected of the minibatch whose last microbatch has left in this tick, and
     the sums of its layers' losses and metrics; NaN, or 0 for integers, if there is none."""
     ends = (row.outer.head != NONE) & steady.updates(row.outer.head)
-    slot, sums = steady.loss_slot(row.outer.head), carried.finished.layer_losses
+    slot = steady.loss_slot(row.outer.head)
 
     def if_ends(w: jax.Array) -> jax.Array:
         nothing = jnp.nan if jnp.issubdtype(w.dtype, jnp.inexact) else 0
         return jnp.where(ends, w, jnp.asarray(nothing, w.dtype))
 
-    left = jax.tree.map(if_ends, (carried.collected, jax.tree.map(lambda w: w[slot], sums)))
+    left = jax.tree.map(if_ends, (carried.collected, jax.tree.map(lambda w: w[slot], losses)))
     collected = jax.tree.map(lambda w: jnp.where(ends, 0, w), carried.collected)
-    sums = jax.tree.map(lambda w: w.at[slot].set(jnp.where(ends, 0, w[slot])), sums)
-    extra = dataclasses.replace(carried.finished, layer_losses=sums)
-    return carried.but(collected=collected, finished=extra), left
+    losses = jax.tree.map(lambda w: w.at[slot].set(jnp.where(ends, 0, w[slot])), losses)
+    return carried.but(collected=collected), losses, left
 
 
 def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarray:
@@ -219,8 +228,7 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
       ValueError: the embedding reads parameters of the head.
     """
     outer, recent = _outer(setup, own), Recent(**own["recent"], scale=None, steady=rules.steady)
-    weights = Versioned(rules.steady, rules.discrepancy_decay is not None)
-    fixed = fix(setup, recent, outer, weights=weights, gradients=None)
+    fixed = fix(setup, recent, outer, weights=Versioned(rules, {}), gradients=None)
 
     def read(function: Callable[[OuterParams], Tree], name: str) -> bool:
         return any(read_leaves(lambda part: function(outer | {name: part}), outer[name]))
@@ -235,18 +243,17 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
     return fixed, read(lambda outer: differentiated(fixed.head(outer, x, *context)), "embed")
 
 
-def _at(fixed: Fixed, rules: Rules, row: SteadyRow, *, tied: bool) -> Fixed:
+def _at(fixed: Fixed, sink: Updated) -> Fixed:
     """Adds the weights and the gradient sink of one tick."""
-    weights = Versioned(rules.steady, rules.discrepancy_decay is not None, row.reads)
-    return dataclasses.replace(fixed, weights=weights, gradients=Updated(rules, row, tied))
+    weights = Versioned(sink.rules, sink.row.reads)
+    return dataclasses.replace(fixed, weights=weights, gradients=sink)
 
 
 def _outer(setup: Setup, own: AsyncState) -> OuterParams:
     """A version of embedding and head, whole."""
     outer = {name: jax.tree.map(lambda w: w[0], own["weights"][name]) for name in ("embed", "head")}
-    return (
-        gather(outer, setup.layout.outer, setup.layout.axes) if setup.options.zero == 3 else outer
-    )
+    layout = setup.layout
+    return gather(outer, layout.outer, layout.axes) if setup.options.zero == 3 else outer
 
 
 # The state between calls.
@@ -258,15 +265,8 @@ def _held(own: AsyncState) -> Versions:
 
 def _carried(rules: Rules, own: AsyncState) -> Carried:
     """Makes the carry of the first tick of a call."""
-    flight = own["flight"]
-    losses = flight.get("layer_losses")
-    extra = Extra(
-        rules.optimizer.by_part(own["owned"]),
-        own["rest"],
-        flight["norms"],
-        {name: flight[name] for name in KEPT if name in flight},
-        losses,
-    )
+    flight, states = own["flight"], rules.optimizer.by_part(own["owned"])
+    kept = {name: flight[name] for name in KEPT if name in flight}
     return Carried(
         weights=_held(own),
         inboxes={name: flight[name] for name in ("x", "dy")},
@@ -274,19 +274,21 @@ def _carried(rules: Rules, own: AsyncState) -> Carried:
         sent={},
         gradients=flight["gradients"],
         outer_gradients=flight["outer_gradients"],
-        finished=extra,
+        finished=Extra(states, own["rest"], flight["norms"], kept),
         collected=flight["loss"],
         shared_gradients=None,
-        layer_losses=jax.tree.map(lambda w: w[0], losses),
+        layer_losses=jax.tree.map(lambda w: w[0], flight.get("layer_losses")),
         states=flight["states"],
         input_gradients=[],
     )
 
 
-def _in_flight(carried: Carried, scale: jax.Array | None) -> dict[str, Tree]:
-    """Undoes `_carried`, as far as it is in flight; ``scale`` is that of weighted losses."""
-    extra = carried.finished
-    optional = {"layer_losses": extra.layer_losses, "scale": scale}
+def _in_flight(carried: Carried, losses: Tree, scale: jax.Array | None) -> dict[str, Tree]:
+    """Undoes `_carried`, as far as it is in flight.
+
+    ``losses`` are those of layers, by minibatch, ``scale`` is that of weighted losses.
+    """
+    extra, optional = carried.finished, {"layer_losses": losses, "scale": scale}
     return {
         **carried.inboxes,
         **carried.residuals,

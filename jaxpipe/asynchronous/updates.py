@@ -1,13 +1,14 @@
-"""An asynchronous tick beside the executor's: R before its layers, updates at its end.
+"""An asynchronous tick beside the executor's: weights in versions, R before layers, and updates.
 
-A part whose minibatch is complete is updated. Its optimizer runs in a loop of one trip or none, so
-that ticks without an update touch nothing.
+A part's weights are kept in as many versions as the method reads, which rotate; a row says which
+slot an action reads. T2 corrects what a backward reads. When a minibatch is complete, its last tick
+ends with an update, which runs in a loop of one trip or none: other ticks touch nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +16,35 @@ from jax import lax
 
 from jaxpipe.asynchronous.rows import SteadyRow, Update
 from jaxpipe.asynchronous.steady import SteadyState
-from jaxpipe.asynchronous.weights import Versions, read_slot, write_slot
 from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
-from jaxpipe.runtime.layout.data_axis import reduce_gradients
+from jaxpipe.runtime.layout.data_axis import gather, reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork, Work
+from jaxpipe.runtime.tick.fixed import (
+    Carried,
+    Fixed,
+    GradientSink,
+    LayerWork,
+    WeightSource,
+    Work,
+)
 from jaxpipe.runtime.tick.layer_passes import run_layers
 from jaxpipe.runtime.tick.messages import send
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.trees import rounded, widened
-from jaxpipe.runtime.types import Arrays, Gradients, Index, Leaves, Shapes, Stored, Tree
+from jaxpipe.runtime.types import (
+    Arrays,
+    Gradients,
+    Index,
+    Leaves,
+    OuterParams,
+    Shapes,
+    Stored,
+    Tree,
+)
 from jaxpipe.runtime.update.optimizer import PARTS, PlacedOptimizer
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Row
+from jaxpipe.schedule.lowering.table import NONE, Integer, Row
 
 KEPT = ("inputs", "read_states", "recomputed")
 
@@ -54,6 +70,100 @@ class Rules:
     discrepancy_decay: float | None
     clip_norm: float | None
 
+    @property
+    def corrects(self) -> bool:
+        """Whether T2 corrects what a backward reads."""
+        return self.discrepancy_decay is not None
+
+
+class Versions(NamedTuple):
+    """All versions of a stage's weights.
+
+    Args:
+      weights: by part: of layers, versions follow each other as slots do; of embedding and head
+        they have a leading dimension.
+      delta: T2's mean steps of the parts that it corrects.
+    """
+
+    weights: dict[str, Arrays]
+    delta: dict[str, Arrays]
+
+    def at(self, name: str, slot: Index, num_versions: int, slot_dim: int) -> Tree:
+        """One version of a part; layers are laid out as one chunk is."""
+        if name == "layers":
+            return read_slot(self.weights[name], slot, num_versions, slot_dim)
+        return jax.tree.map(
+            lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), self.weights[name]
+        )
+
+    def written(self, name: str, slot: Index, new: Arrays, slot_dim: int) -> dict[str, Arrays]:
+        """The weights of all parts with another version of one in a slot."""
+        if name != "layers":
+            slot_dim, new = 0, jax.tree.map(lambda w: w[None], new)
+        return self.weights | {name: write_slot(self.weights[name], slot, new, slot_dim)}
+
+
+def read_slot(arrays: Arrays, slot: Index, count: int, slot_dim: int) -> Arrays:
+    """One slot of ``count`` that follow each other along a dimension."""
+
+    def read(w: jax.Array) -> jax.Array:
+        size = w.shape[slot_dim] // count
+        return lax.dynamic_slice_in_dim(w, slot * size, size, slot_dim)
+
+    return jax.tree.map(read, arrays)
+
+
+def write_slot(arrays: Arrays, slot: Index, new: Arrays, slot_dim: int) -> Arrays:
+    """The arrays with another slot; `read_slot` reads it."""
+
+    def write(w: jax.Array, n: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(w, n, slot * n.shape[slot_dim], slot_dim)
+
+    return jax.tree.map(write, arrays, new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Versioned(WeightSource):
+    """Weights in the versions that the rows say; gathered layer by layer under ZeRO-3.
+
+    ``reads`` says which versions the phases of a tick read.
+    """
+
+    rules: Rules
+    reads: dict[str, dict[str, Integer]]
+
+    def layer(self, work: LayerWork) -> list[Stored]:
+        params, held = work.fixed.params, work.held
+        weights = params.read(held.weights["layers"], work.place(work.cell.weights))
+        if self.rules.corrects and work.action is not Kind.F:
+            part = self.rules.steady.stage(work.fixed.stage)
+            tau = self.rules.steady.mean_delay(part)
+            if work.action is Kind.R:
+                tau -= self.rules.steady.mean_recompute_delay(part)
+            weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
+        if work.fixed.setup.options.zero == 3:
+            weights = gather(weights, work.leaves, work.fixed.axes)
+        return [weights]
+
+    def outer(
+        self, fixed: Fixed, held: Versions, phase: str, value: Tree
+    ) -> tuple[OuterParams, Tree]:
+        slots, count = self.reads[phase], self.rules.steady.num_versions
+        outer = {name: held.at(name, slot, count, 0) for name, slot in slots.items()}
+        if self.rules.corrects and phase == "embed_gradient":
+            (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
+            tau = self.rules.steady.mean_delay(self.rules.steady.embed)
+            outer["embed"] = _corrected(embed, delta, tau)
+        if fixed.setup.options.zero == 3:
+            outer, value = tie(outer, value)
+            outer = gather(outer, fixed.setup.layout.outer, fixed.axes)
+        return outer, value
+
+
+def _corrected(weights: Stored, delta: Stored, tau: Index) -> Stored:
+    """T2's guess of what the forward has read."""
+    return jax.tree.map(lambda w, d: w - jnp.asarray(tau, w.dtype) * d, weights, delta)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +176,12 @@ class Extra:
       norms: of the newest finished gradients.
       kept: what R reads, by name: "inputs" of segments and the "read_states" of layers, in slots,
         and what the stage before has "recomputed".
-      layer_losses: sums of the losses and metrics of layers, of each minibatch in flight; None if
-        no layer has a loss.
     """
 
     states: dict[str, list[Tree]]
     rest: dict[str, list[jax.Array]]
     norms: Norms
     kept: dict[str, Tree]
-    layer_losses: Tree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +262,8 @@ class Updated(GradientSink):
     def before_layers(
         self, fixed: Fixed, batch: Microbatches, carried: Carried, row: Row
     ) -> Carried:
-        """Runs R; layers then add their losses to those of their minibatch."""
-        if Kind.R in row.cells:
-            carried = self._recompute(fixed, batch, carried)
-        slot = self.steady.loss_slot(row.cells[Kind.F].microbatch)
-        losses = jax.tree.map(lambda w: w[slot], carried.finished.layer_losses)
-        return carried.but(layer_losses=losses)
+        """Runs R."""
+        return self._recompute(fixed, batch, carried) if Kind.R in row.cells else carried
 
     def _recompute(self, fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
         """Runs R, each stage of a segment one tick after the stage before it; keeps what F reads.
@@ -196,13 +299,8 @@ class Updated(GradientSink):
             weights=carried.weights, finished=extra, states=carried.states, messages={}
         )
 
-    def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
-        """Measures the finished gradients, then updates their parts."""
-        slot, extra = self.steady.loss_slot(row.cells[Kind.F].microbatch), carried.finished
-        losses = jax.tree.map(
-            lambda w, new: w.at[slot].set(new), extra.layer_losses, carried.layer_losses
-        )
-        carried = carried.but(finished=dataclasses.replace(extra, layer_losses=losses))
+    def update(self, fixed: Fixed, carried: Carried) -> Carried:
+        """Ends a tick: measures the finished gradients, then updates their parts."""
         if self.rules.clip_norm is not None:
             carried = self._measure(fixed, carried)
         for name, update in self.row.updates.items():

@@ -154,7 +154,7 @@ def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[st
 def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes: int) -> LayerSizes:
     split, leaves = kind.split, jax.tree.leaves(own)
     f, b, w, fused = _passes(split, axes, compute_bytes)
-    read = split.traced.forward.jaxpr.invars[: split.traced.params.num_leaves]
+    read = split.traced.known[: split.traced.params.num_leaves]
     quantized = [v.aval for v in read if _itemsize(v) == 1]
     return LayerSizes(
         f=f.work,
@@ -175,22 +175,21 @@ def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes:
 def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[Counted]:
     """Counts F, B and W of a layer, and both backwards as one."""
     traced = split.traced
-    forward, source = traced.forward.jaxpr, traced.source
     kept = [*split.kept_until_b, *split.kept_until_w]
-    own = forward.invars[: traced.params.num_leaves]
+    own = traced.known[: traced.params.num_leaves]
     weights = {v: min(compute_bytes, _itemsize(v)) for v in own}
     returned = [*traced.outputs, *kept]
     crosses = set(split.crosses)
     carry, carry_gradient = set(traced.carry), set(traced.carry_gradient)
     # What the backward reads of the forward: residuals and buffers from slots, or weights.
     in_slots = {*kept, *traced.buffers}
-    variables = {v for v in source if jaxprs.is_var(source[v])}
-    of_slots = {v for v in variables if source[v] in in_slots}
-    from_slots = carry_gradient | of_slots
-    of_weights = {v: min(compute_bytes, _itemsize(v)) for v in variables - of_slots}
+    from_slots = carry_gradient.union(v for v in traced.residuals if v in in_slots)
+    of_weights = {
+        v: min(compute_bytes, _itemsize(v)) for v in traced.residuals if v not in in_slots
+    }
     dx, dparams = traced.dx, [v for v in traced.dparams if jaxprs.is_var(v)]
     programs: list[tuple[Eqns, Sequence[Atom], Vars, Mapping[Atom, int]]] = [
-        (jaxprs.needed(forward.eqns, returned), returned, carry.union(kept), weights),
+        (jaxprs.needed(traced.forward, returned), returned, carry.union(kept), weights),
         (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
         ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
         ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),

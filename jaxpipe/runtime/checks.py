@@ -16,8 +16,7 @@ from jax.typing import DTypeLike
 from jaxpipe.runtime import filters
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
-from jaxpipe.runtime.layers.calls import misfits
-from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.model import Model, misfits
 from jaxpipe.runtime.layout import splits
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes

@@ -15,7 +15,7 @@ from jaxpipe.runtime import filters, host
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.remat import chosen_remat, unknown_remat
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, chosen_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import Axes, transfers_overlap
 from jaxpipe.schedule.actions import Schedule
@@ -44,8 +44,9 @@ class Options:
 
     def problems(self, mesh: Mesh) -> Iterator[Problem]:
         """Yields what is wrong with single options, whatever the model and the schedule."""
-        if self.remat != "auto":
-            yield from unknown_remat(self.remat)
+        if self.remat not in ("auto", *REMAT_POLICIES):
+            rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
+            yield Problem("remat", self.remat, rule)
         if self.zero not in (0, 1, 2, 3):
             nearest = (min(max(self.zero, 0), 3),) if isinstance(self.zero, int) else (0, 1, 2, 3)
             yield Problem("zero", self.zero, "is not a level", nearest)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jaxpipe.runtime.filters import Filter, split_trainable
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
 from jaxpipe.runtime.trees import combine, rounded, widened
 from jaxpipe.runtime.types import (

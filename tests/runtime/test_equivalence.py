@@ -16,7 +16,7 @@ import toys
 from covering import covering
 
 from jaxpipe.runtime import assembly
-from jaxpipe.runtime.layers.keys import layer_key
+from jaxpipe.runtime.layers.model import layer_key
 from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.schedule import catalog
 

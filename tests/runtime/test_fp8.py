@@ -127,7 +127,7 @@ def test_every_matmul_of_a_weight_has_operands_of_8_bits(product, remat):
     x = jnp.ones((2, toy.LENGTH, toy.WIDTH))
     one = functools.partial(layer, batch=None, rng=None, matmul=product)
     split = split_layer(one, params, x, quantized=[None, "down", "up"], remat=remat)
-    programs = split.traced.forward.jaxpr.eqns, split.b, split.w
+    programs = split.traced.forward, split.b, split.w
     found = [
         sorted(str(v.aval.dtype) for v in eqn.invars)
         for eqns in programs

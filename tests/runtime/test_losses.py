@@ -19,8 +19,7 @@ from toys import assert_close
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.remat import REMAT_POLICIES
-from jaxpipe.runtime.layers.split import split_layer
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 from jaxpipe.runtime.measure.traced import buffers
 
 pytestmark = pytest.mark.pipeline
@@ -310,19 +309,19 @@ def test_a_layer_s_loss_enters_b_and_w(remat):
 # fmt: off
 LOSSES = [  # of the head
     (lambda x: x.mean().astype(jnp.bfloat16),
-     "Model.head_loss returns bfloat16[]; it must return a float32 scalar", ".astype(jnp.float32)"),
+     "Model.head_loss returns bfloat16[]; it must be a float32 scalar", ".astype(jnp.float32)"),
     (lambda x: x.mean((1, 2)), "Model.head_loss returns float32[2]; it must"),
     (lambda x: {"loss": x.mean()}, "Model.head_loss returns {'loss': float32[]}; it must"),
     (lambda x: x.size, "Model.head_loss returns int32[]; it must"),
     (lambda x: None, "Model.head_loss returns None; it must"),
-    (lambda x: (x.sum(), x.size), "beside the loss it may only return a dictionary of metrics"),
+    (lambda x: (x.sum(), x.size), "beside the loss there may only be a dictionary of metrics"),
     (lambda x: Weighted(x.sum(-1), 1.0), "`total` must be a float32 scalar"),
     (lambda x: Weighted(x.sum(), jnp.ones(2)), "`weight` a scalar"),
-    (lambda x: (Sum(x.sum()), {}), "it must return a float32 scalar"),
+    (lambda x: (Sum(x.sum()), {}), "it must be a float32 scalar"),
 ]
 OF_LAYERS = [
     (lambda x: x.mean(-1), "Layer 0 returns WithLoss with the loss float32[2, 4]; it must be"),
-    (lambda x: (x.mean(), x.max()), "beside it there may only be a dictionary of metrics"),
+    (lambda x: (x.mean(), x.max()), "beside the loss there may only be a dictionary of metrics"),
     (lambda x: (x.mean(), {"tokens": x.max()}),
      "Layers and Model.head_loss both return a metric named 'tokens'. Give them other names"),
 ]

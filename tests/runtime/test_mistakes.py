@@ -301,6 +301,7 @@ OPTIONS = [
     ("tied", {"weights": "rows"}, "weights='rows' is no layout; choose one of stacked, unrolled"),
     ("uneven", {"weights": "unrolled"},
      "weights='unrolled' needs layers that are alike, and these are a tuple"),
+    ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
     ("tied", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
     ("tied", {"zero": 3, "weight_slots": 0}, "weight_slots=0 holds no chunk.\nNearest valid: 1"),
     ("tied", {"weight_slots": "2"}, "weight_slots='2' holds no chunk."),

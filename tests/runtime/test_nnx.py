@@ -17,8 +17,7 @@ from flax import nnx
 import jaxpipe
 from jaxpipe import testing
 from jaxpipe.nnx import functional, stack, stateful
-from jaxpipe.runtime.layers.remat import REMAT_POLICIES
-from jaxpipe.runtime.layers.split import split_layer
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 
 VOCAB, WIDTH, DEPTH = 7, 4, 4
 

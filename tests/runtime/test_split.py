@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.runtime.layers.remat import REMAT_POLICIES
-from jaxpipe.runtime.layers.split import split_layer
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 
 
 def layer(w, x, rng):
@@ -142,8 +141,3 @@ def test_what_a_layer_only_passes_on_is_not_saved():
     sizes = [leaf.shape for leaf in (*split.until_b, *split.until_w, *split.crossing)]
     assert (3, 6) in sizes
     assert (3, 5) not in sizes
-
-
-def test_unknown_policy_names_the_known_ones():
-    with pytest.raises(ValueError, match="none, dots, full"):
-        split_layer(lambda w, x, rng: x, jnp.ones(2), jnp.ones((3, 6)), remat="some")

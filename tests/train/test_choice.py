@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tiny_tasks import TINY
 
-from jaxpipe.runtime.layers.remat import chosen_remat
+from jaxpipe.runtime.layers.split import chosen_remat
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats.json_format import to_json
 from jaxpipe.schedule.partition import chunk_costs

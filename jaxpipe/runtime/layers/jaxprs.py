@@ -137,11 +137,26 @@ def reads(eqns: Eqns, outputs: Iterable[Atom]) -> Vars:
     return reads | {v for v in outputs if is_var(v)}
 
 
-def order(jaxpr: Jaxpr) -> Callable[[Any], int]:
-    """Makes a sort key: the place in the program where a variable is made."""
-    made = [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
-    position = {v: i for i, v in enumerate(made)}
-    return position.__getitem__
+def read_leaves(function: Callable[..., Tree], *args: Tree) -> list[bool]:
+    """Marks the leaves of the arguments on which the function's result depends.
+
+    Example:
+      >>> read_leaves(lambda tree: tree["a"] + 0 * len(tree), {"a": 1.0, "b": 2.0})
+      [True, False]
+    """
+    jaxpr = flatten(jax.make_jaxpr(function)(*args)).jaxpr
+    read = reads(needed(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
+    return [var in read for var in jaxpr.invars]
+
+
+def renamed(jaxpr: Jaxpr, inputs: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
+    """Equations and results of a program with other variables, or literals, as its first inputs."""
+    names = dict(zip(jaxpr.invars, inputs, strict=False))
+
+    def named(atoms: Iterable[Atom]) -> list[Atom]:
+        return [names.get(v, v) if is_var(v) else v for v in atoms]
+
+    return [eqn.replace(invars=named(eqn.invars)) for eqn in jaxpr.eqns], named(jaxpr.outvars)
 
 
 def _shape(var: Atom) -> jax.ShapeDtypeStruct:

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.layers.calls import output_shapes
 from jaxpipe.runtime.layers.jaxprs import Collective, collectives
-from jaxpipe.runtime.layers.losses import WithLoss, check_layer_loss
-from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.losses import WithLoss, check_loss
+from jaxpipe.runtime.layers.model import Model, output_shapes
 from jaxpipe.runtime.layers.slices import Carry, carry_of, on_slices
 from jaxpipe.runtime.layers.split import Split, split_layer
 from jaxpipe.runtime.trees import describe
@@ -72,21 +71,22 @@ def sort_layers(
     params: Sequence[LayerParams],
     x: Activation,
     *context: Shapes,
+    cut: Callable[..., Split] = split_layer,
     frozen: Sequence[LayerParams] | None = None,
     states: Sequence[States] | None = None,
-    quantized: Sequence[str | None] = (),
     num_slices: int = 1,
-    remat: str = "none",
-    loss_scale: float = 1.0,
-    early: bool = True,
     stage_axis: str = "stage",
 ) -> Layers:
     """Follows the activations through all layers and splits each kind once.
 
-    Parameters, activation, context (the microbatch's rows and the key) and states are shapes;
-    ``frozen``, a tree for each layer, ``quantized``, ``loss_scale`` and ``early`` are as of
-    `split_layer`; sequences have ``num_slices``, of which x is one; ``stage_axis`` is the mesh's
-    axis of stages.
+    Args:
+      model: the model.
+      params, x, context, states: shapes of the layers' parameters, of the first one's input, of the
+        microbatch's rows and the key, and of the layers' states.
+      cut: `split_layer` with the options of the run.
+      frozen: for every layer as of `split_layer`.
+      num_slices: of a sequence; x is one of them.
+      stage_axis: the mesh's axis of stages.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not
@@ -128,17 +128,8 @@ def sort_layers(
                 args = own, (x, carried.shapes), *others, kept["start"]
             # An evaluation runs the function itself, of which derivatives by hand show nothing.
             alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
-            split = split_layer(
-                function,
-                *args,
-                frozen=constant,
-                state=state,
-                quantized=quantized,
-                remat=remat,
-                loss_scale=loss_scale,
-                early=early,
-                appended=() if carried is None else carried.appended,
-            )
+            appended = () if carried is None else carried.appended
+            split = cut(function, *args, frozen=constant, state=state, appended=appended)
             found = [*split.traced.collectives, *collectives(alone.jaxpr)]
             refuse(barred(f"Layer {n}", found, stage_axis))
             seen[key] = len(kinds)
@@ -157,22 +148,24 @@ def _output(
     layer_params, x, microbatch, rng = args
     given = {"layer_params": layer_params, "x": x, "microbatch": microbatch, "rng": rng}
     name, giver = f"Layer {n}", "the embedding" if n == 0 else f"layer {n - 1}"
-    output = output_shapes(name, function, giver=giver, **given, **kept)
-    if not kept:
-        return _handed_on(output, n)
-    what, before = next(iter(kept.items()))
-    if not isinstance(output, tuple) or len(output) != 2:
-        raise ValueError(
-            f"{name}, which has a {what}, returns {describe(output)}; it must return the pair "
-            f"(x, {what})."
-        )
-    y, after = output
-    if _key(after) != _key(before):
-        raise ValueError(
-            f"Layer {n} was given the {what} {describe(before)} and returns {describe(after)}; "
-            f"a {what} must keep its structure, shapes and dtypes."
-        )
-    return _handed_on(y, n)
+    y = output_shapes(name, function, giver=giver, **given, **kept)
+    if kept:
+        what, before = next(iter(kept.items()))
+        if not isinstance(y, tuple) or len(y) != 2:
+            raise ValueError(
+                f"{name}, which has a {what}, returns {describe(y)}; it must return the pair "
+                f"(x, {what})."
+            )
+        y, after = y
+        if _key(after) != _key(before):
+            raise ValueError(
+                f"{name} was given the {what} {describe(before)} and returns {describe(after)}; "
+                f"a {what} must keep its structure, shapes and dtypes."
+            )
+    if isinstance(y, WithLoss):
+        check_loss(y.loss, f"{name} returns WithLoss with the loss", weighted=False)
+        y = y.x
+    return y
 
 
 def barred(name: str, collectives: Iterable[Collective], stage_axis: str) -> Iterator[str]:
@@ -193,14 +186,6 @@ def barred(name: str, collectives: Iterable[Collective], stage_axis: str) -> Ite
                 "`Model.stage_split` is given."
             )
             return
-
-
-def _handed_on(y: Tree, n: int) -> Activation:
-    """Takes the activation out of what a layer returns, and checks the layer's own loss."""
-    if not isinstance(y, WithLoss):
-        return y
-    check_layer_loss(y.loss, n)
-    return y.x
 
 
 def _check_activation(tree: Activation, layer: int) -> None:

@@ -216,42 +216,31 @@ def _at_least_float32(w: jax.Array) -> jax.Array:
 # Checks.
 
 
-def check_head_loss(result: Tree) -> None:
-    """Raises ValueError if these are not shapes that `Model.head_loss` may return."""
+def check_loss(result: Tree, returned: str, *, weighted: bool) -> None:
+    """Raises ValueError if these are not shapes of a loss, alone or with metrics.
+
+    Args:
+      result: the shapes.
+      returned: the beginning of the error, which says who returned them.
+      weighted: whether the loss may be `Weighted`, as that of the head.
+    """
     if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], dict)):
         raise ValueError(
-            f"Model.head_loss returns {describe(result)}; beside the loss it may only return a "
-            'dictionary of metrics: `(loss, {"name": value})`. The mean over all tokens of a batch '
-            "is `jaxpipe.Weighted(total, weight)`."
+            f"{returned} {describe(result)}; beside the loss there may only be a dictionary of "
+            'metrics: `(loss, {"name": value})`. The mean over all tokens of a batch is a loss of '
+            "the head, `jaxpipe.Weighted(total, weight)`."
         )
     loss, _ = parts(result)
-    if isinstance(loss, Weighted):
+    if weighted and isinstance(loss, Weighted):
         if not (_is_loss(loss.total) and _is_scalar(loss.weight)):
             raise ValueError(
-                f"Model.head_loss returns {describe(loss)}; as a loss, `total` must be a float32 "
-                "scalar, the sum over one microbatch, and `weight` a scalar."
+                f"{returned} {describe(loss)}; as a loss, `total` must be a float32 scalar, the "
+                "sum over one microbatch, and `weight` a scalar."
             )
     elif not _is_loss(loss):
         raise ValueError(
-            f"Model.head_loss returns {describe(loss)}; it must return a float32 scalar, the mean "
-            "loss of one microbatch. Reduce it with `jnp.mean` and convert it with "
-            "`.astype(jnp.float32)`."
-        )
-
-
-def check_layer_loss(result: Tree, layer: int) -> None:
-    """Raises ValueError if these are not shapes of a loss that a layer may return."""
-    if isinstance(result, tuple) and not (len(result) == 2 and isinstance(result[1], dict)):
-        raise ValueError(
-            f"Layer {layer} returns WithLoss with the loss {describe(result)}; beside it there may "
-            'only be a dictionary of metrics: `(loss, {"name": value})`.'
-        )
-    loss, _ = parts(result)
-    if not _is_loss(loss):
-        raise ValueError(
-            f"Layer {layer} returns WithLoss with the loss {describe(loss)}; it must be a float32 "
-            "scalar, the loss of one microbatch. Reduce it with `jnp.mean` and convert it with "
-            "`.astype(jnp.float32)`."
+            f"{returned} {describe(loss)}; it must be a float32 scalar, the mean loss of one "
+            "microbatch. Reduce it with `jnp.mean` and convert it with `.astype(jnp.float32)`."
         )
 
 

@@ -52,13 +52,7 @@ def layer_costs(
         are busy in a step; simulated devices share the cores of the machine.
     """
     layers, context = traced.layers(pipe, batch, rng)
-    everywhere = together or pipe.model.uses_axes
-
-    def cost(part: Callable[..., Tree], *args: Shapes) -> float:
-        # A layer that names axes runs on all devices, each with values like these.
-        on_devices = pipe.shard_map(part, P(), P()) if everywhere else part
-        return _seconds(on_devices, args) if measure else _flops(on_devices, args)
-
+    cost = functools.partial(_cost, pipe, measure=measure, together=together)
     by_kind = [
         Costs(**{name: cost(part, *args) for name, (part, args) in parts.items()})
         for parts in (_parts(pipe, kind, layers.activations, context) for kind in layers.kinds)
@@ -96,10 +90,7 @@ def end_costs(
 
         return jax.value_and_grad(loss, (0, 1))(outer, y)
 
-    def cost(part: Callable[..., Tree], *args: Shapes) -> float:
-        on_devices = pipe.shard_map(part, P(), P()) if model.uses_axes else part
-        return _seconds(on_devices, args) if measure else _flops(on_devices, args)
-
+    cost = functools.partial(_cost, pipe, measure=measure)
     return cost(embed, outer, x, rows, key), cost(head, outer, y, rows, key)
 
 
@@ -141,33 +132,34 @@ def _parts(
     pipe: Pipeline, kind: LayerKind, activations: Sequence[Activation], context: Shapes
 ) -> dict[str, tuple[Callable[..., Tree], tuple[Shapes, ...]]]:
     """Makes F, B and W of a kind of layer, each with the shapes of its arguments."""
-    split, params = kind.split, kind.split.params
-    states = pipe.state_layout
+    split, params, states = kind.split, kind.split.params, pipe.state_layout
     state = None if states is None else states.shape_of(kind.example)
+    x, dy, until_w = activations[kind.x], activations[kind.y], list(split.until_w)
+    if kind.carry is not None:
+        x, dy = (x, kind.carry.shapes), (dy, kind.carry.shapes)
+        until_w += kind.carry.buffers
+        context = *context, jax.ShapeDtypeStruct((), jnp.int32)
 
-    def forward(params: Shapes, x: Activation, context: Shapes, state: Shapes) -> Tree:
+    def forward(params: Shapes, x: Activation, state: Shapes, *context: Shapes) -> Tree:
         return split.forward(params, x, *context, state=state)
 
-    def backward_input(
-        params: Shapes, kept: Tree, dy: Activation, context: Shapes, buffers: Shapes
-    ) -> Tree:
-        return split.backward_input(params, *kept, dy, *context, buffers=buffers)
-
-    def backward_weights(
-        params: Shapes, kept: Tree, crossing: Tree, context: Shapes, buffers: Shapes
-    ) -> Tree:
-        return split.backward_weights(params, kept, crossing, *context, buffers=buffers)
-
-    kept = list(split.until_b), list(split.until_w)
-    x, dy, buffers = activations[kind.x], activations[kind.y], list[Shapes]()
-    if kind.carry is not None:
-        x, dy, buffers = (x, kind.carry.shapes), (dy, kind.carry.shapes), kind.carry.buffers
-        context = *context, jax.ShapeDtypeStruct((), jnp.int32)
     return {
-        "f": (forward, (params, x, context, state)),
-        "b": (backward_input, (params, kept, dy, context, buffers)),
-        "w": (backward_weights, (params, kept[1], list(split.crossing), context, buffers)),
+        "f": (forward, (params, x, state, *context)),
+        "b": (split.backward_input, (params, list(split.until_b), until_w, dy, *context)),
+        "w": (split.backward_weights, (params, until_w, list(split.crossing), *context)),
     }
+
+
+def _cost(
+    pipe: Pipeline, part: Callable[..., Tree], *args: Shapes, measure: bool, together: bool = False
+) -> float:
+    """Measures the seconds of a function, or counts its operations."""
+    if together or pipe.model.uses_axes:
+        # What names axes runs on all devices, each with values like these.
+        part = pipe.shard_map(part, P(), P())
+    if measure:
+        return run_seconds(jax.jit(part, keep_unused=True), *args)
+    return _flops(part, args)
 
 
 def _flops(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
@@ -185,10 +177,6 @@ def _flops_of_xla(program: jax.stages.Traced) -> float:
     analysis = program.lower().cost_analysis()
     assert analysis is not None  # every backend of jax has one
     return analysis.get("flops", 0.0)
-
-
-def _seconds(part: Callable[..., Tree], args: Sequence[Shapes]) -> float:
-    return run_seconds(jax.jit(part, keep_unused=True), *args)
 
 
 def run_seconds(program: jax.stages.Wrapped, *args: Shapes) -> float:

@@ -20,9 +20,8 @@ from jax.tree_util import DictKey
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.keys import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
-from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.shares import Share
@@ -85,7 +84,6 @@ class Setup:
         those of the parameters. Weights in `E4M3` are quantized.
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
-      early: whether B does what belongs to W where less then crosses; not where W follows at once.
       leaves: the kind of forward that leaves residuals.
       overlaps: whether devices communicate while they compute.
       tiled: whether devices store arrays in tiles.
@@ -101,7 +99,6 @@ class Setup:
     compute: Sequence[Tree] | None = None
     outputs: bool = False
     inputs: tuple[int, ...] = ()
-    early: bool = True
     leaves: Kind = Kind.F
     overlaps: bool = True
     tiled: bool = False
@@ -418,13 +415,18 @@ class LayerWork(Work):
         """Its trained parameters as they are stored, every array a `Leaf`."""
         return self.fixed.params.leaves_of(self.kind.example)
 
-    def saved(self, carried: Carried, *names: str) -> list[list[jax.Array]]:
-        """Residuals of the layer, by these names."""
-        number, at, shared = self.kind.number, self.at, self.fixed.residuals
-        return [
-            shared[name].read(carried.residuals[name], number, getattr(self.cell, name), at)
-            for name in names
-        ]
+    def read_slot(self, carried: Carried, name: str) -> list[jax.Array]:
+        """Values of the layer that wait in their slot of this name."""
+        kept, slot = self.fixed.residuals[name], getattr(self.cell, name)
+        return kept.read(carried.residuals[name], self.kind.number, slot, self.at)
+
+    def residuals(self, carried: Carried, *names: str) -> list[list[jax.Array]]:
+        """Residuals of the layer, by these names, as `Split` takes them."""
+        values = {name: self.read_slot(carried, name) for name in names}
+        if self.kind.carry is not None and any(self.kind.carry.appended):
+            pairs = zip(self.read_slot(carried, CARRY), self.kind.carry.appended, strict=True)
+            values["until_w"] += [value for value, is_appended in pairs if is_appended]
+        return list(values.values())
 
     def save(self, carried: Carried, **values: list[jax.Array]) -> Carried:
         """Writes residuals of the layer into their slots, in place, by name."""
@@ -438,15 +440,7 @@ class LayerWork(Work):
         """The carry that the slice before has left, or its cotangent, by name."""
         assert self.kind.carry is not None
         structure = jax.tree.structure(self.kind.carry.shapes)
-        return jax.tree.unflatten(structure, *self.saved(carried, name))
-
-    def buffers(self, carried: Carried) -> list[jax.Array]:
-        """The arrays to which slices append, as they are now: B and W read them where they lie."""
-        if self.kind.carry is None or not any(self.kind.carry.appended):
-            return []
-        (values,) = self.saved(carried, CARRY)
-        pairs = zip(values, self.kind.carry.appended, strict=True)
-        return [value for value, is_appended in pairs if is_appended]
+        return jax.tree.unflatten(structure, self.read_slot(carried, name))
 
 
 class MovedPiece(NamedTuple):
@@ -573,10 +567,6 @@ class GradientSink(abc.ABC):
     def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
         """Stores the reduced pieces."""
         raise NotImplementedError
-
-    def tick(self, fixed: Fixed, carried: Carried, row: Row) -> Carried:
-        """Ends a tick."""
-        return carried
 
 
 def context_of(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:

@@ -37,7 +37,6 @@ from jaxpipe.runtime.tick.fixed import (
 )
 from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.stamps import behind
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
@@ -172,7 +171,8 @@ def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
         sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     if stamps is not None:
         came = stamps.take(*stamped, (rest.messages, sums))
-        rest = rest.but(messages=behind(came, rest.messages))
+        device = lax.axis_index(work.fixed.axes.names)
+        rest = rest.but(messages=after(came, rest.messages, device))
     return rest.but(gradients=sums)
 
 
@@ -219,16 +219,15 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
 def _backward(work: LayerWork, carried: Carried) -> Carried:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    read = work.weights(), work.saved(carried, *RESIDUALS_OF_F), work.buffers(carried)
-    (weights, residuals, buffers), message = tie(read, carried.messages[INBOX[work.action]])
+    read = work.weights(), work.residuals(carried, *RESIDUALS_OF_F)
+    (weights, residuals), message = tie(read, carried.messages[INBOX[work.action]])
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dy = fixed.activation(message, kind.y)
     if kind.carry is not None:
         given = work.carry(carried, CARRY_GRADIENT)
         is_last = work.slice_number == fixed.setup.num_slices - 1
         dy = dy, jax.tree.map(lambda w: jnp.where(is_last, 0, w), given)
-    params = work.params(weights)
-    dx, rest = run(params, *residuals, dy, *work.context(), buffers=buffers)
+    dx, rest = run(work.params(weights), *residuals, dy, *work.context())
     if kind.carry is not None:
         dx, dcarry = dx
         carried = work.save(carried, carry_gradient=jax.tree.leaves(dcarry))
@@ -237,10 +236,10 @@ def _backward(work: LayerWork, carried: Carried) -> Carried:
 
 
 def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
-    read = work.weights(), work.saved(carried, "until_w", "crossing"), work.buffers(carried)
-    (weights, residuals, buffers), sums = tie_to_smallest(read, carried.gradients)
+    read = work.weights(), work.residuals(carried, "until_w", "crossing")
+    (weights, residuals), sums = tie_to_smallest(read, carried.gradients)
     params = work.params(weights)
-    dparams = work.kind.split.backward_weights(params, *residuals, *work.context(), buffers=buffers)
+    dparams = work.kind.split.backward_weights(params, *residuals, *work.context())
     return _add_gradient(work, carried.but(gradients=sums), dparams)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.calls import output_shapes
 from jaxpipe.runtime.layers.jaxprs import collectives
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
+from jaxpipe.runtime.layers.model import output_shapes
+from jaxpipe.runtime.layers.split import split_layer
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
@@ -58,19 +60,22 @@ def fix(
     stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
     rows_of_one, rng = jax.eval_shape(lambda: context_of(batch, 0, 0, shard))
     trained, *frozen = ([layer_shapes(one, n) for n in numbers] for one in setup.layouts)
+    cut = partial(
+        split_layer,
+        quantized=setup.quantized,
+        remat=setup.options.remat,
+        loss_scale=mean_scale(setup),
+    )
     layers = sort_layers(
         model,
         list(map(combine, trained, *frozen)) if frozen else trained,
         output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
         rows_of_one,
         rng,
+        cut=cut,
         frozen=frozen[0] if frozen else None,
         states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
-        quantized=setup.quantized,
         num_slices=setup.num_slices,
-        remat=setup.options.remat,
-        loss_scale=mean_scale(setup),
-        early=setup.early,
         stage_axis=axes.stage,
     )
     refuse(_inputs_of_layers(layers, rows_of_one, setup.inputs))
@@ -187,7 +192,7 @@ def _leaving(
     if setup.outputs:
         check_output(result, rows, setup.num_slices)
         return Outputs(result, passes, setup.num_slices), None
-    losses.check_head_loss(result)
+    losses.check_loss(result, "Model.head_loss returns", weighted=True)
     of_layers = losses_of_layers(layers)
     losses.check_metrics_of_layers(of_layers, result)
     weight = None

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jaxpipe.runtime.barriers import run_if
+from jaxpipe.runtime.barriers import after, run_if
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Index, Tree
 from jaxpipe.schedule.actions import Kind
@@ -50,35 +50,16 @@ class Stamps:
 
         def note(told: np.ndarray) -> np.int32:
             seconds = time.perf_counter()
-            is_first, stage, chunk, microbatch, _ = np.asarray(told).tolist()
+            is_first, stage, chunk, microbatch = np.asarray(told).tolist()
             if is_first:
                 self.taken.append(Stamp(stage, kind, chunk, microbatch, seconds))
             return np.int32(0)
 
         def call(_: Index) -> Index:
             # One array: each that is handed over takes about as long as the rest of the call.
-            told = jnp.stack([jnp.asarray(n, jnp.int32) for n in (first, *place, _read(ready))])
+            told = jnp.stack([jnp.asarray(n, jnp.int32) for n in (first, *place)])
+            told = after(ready, told, lax.axis_index(axes.names))
             came: Index = io_callback(note, jax.ShapeDtypeStruct((), jnp.int32), told)
             return came
 
         return run_if(cell.layers > 0, call, jnp.zeros((), jnp.int32))
-
-
-def behind(came: Index, then: Tree) -> Tree:
-    """``then``, as something that reads what `Stamps.take` returns."""
-
-    def wait(w: jax.Array) -> jax.Array:
-        if not w.size:
-            return w
-        flat = w.reshape(-1)
-        return (
-            flat.at[0].set(jnp.where(came == 0, flat[0], jnp.zeros((), w.dtype))).reshape(w.shape)
-        )
-
-    return jax.tree.map(wait, then)
-
-
-def _read(values: Tree) -> Index:
-    """A number that takes an element of every array."""
-    found = [w.reshape(-1)[0] for w in jax.tree.leaves(values) if w.size]
-    return sum((w.astype(jnp.float32) != 0).astype(jnp.int32) for w in found)
