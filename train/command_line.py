@@ -270,8 +270,9 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
-            if isinstance(value, int):
-                str(value)  # Python does not print numbers of thousands of digits
+            if isinstance(value, int | str):
+                # Python prints no numbers of thousands of digits, and writes no half characters.
+                str(value).encode()
             return value
         # The constructors of scalars raise whatever Python raises: ValueError, KeyError, ...
         except (yaml.YAMLError, RecursionError):

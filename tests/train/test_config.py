@@ -139,6 +139,8 @@ def test_all_failures_of_a_file_at_once(tmp_path):
         ("mesh: &a {data: *a}", "cannot be read as YAML: it nests too deeply."),
         (f"train: {{steps: {'9' * 5000}}}", r"'9+\.\.\.9+' is no int"),
         (f"train: {{steps: 0x{'f' * 5000}}}", r"'0xf+\.\.\.f+' is no int"),
+        ('run_dir: "\\ud800"', r"'\\ud800' is no str"),
+        ('"\\ud800": 1', r"'\\ud800' is no str"),
         (f"run_dir: *{'a' * 5000}", r"undefined alias 'a+\.\.\.a+'"),
         ("[" * 101 + "]" * 101, "cannot be read as YAML: it nests too deeply."),
     ],
