@@ -176,7 +176,14 @@ def make_mesh(
     cpu_threads.suffice()
     given = jax.devices() if devices is None else devices
     available = list(np.asarray(given, object).flat)
-    sizes = {"data": data, "stage": stage} | {k: n for k, n in model.items() if n is not None}
+    asked = {
+        "replica": None if replica == 1 else replica,
+        "data": data // replica // (expert or 1),
+        "stage": stage,
+        "expert": expert,
+        **model,
+    }
+    sizes = {name: size for name, size in asked.items() if size is not None}
     needed = math.prod(sizes.values())
     if needed > len(available):
         product = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -185,11 +192,6 @@ def make_mesh(
             f"{len(available)} ({available[0].platform}). On CPU, simulate them: "
             f"jaxpipe.testing.simulate_devices({needed}) before the first array."
         )
-    sizes["data"] //= replica * (expert or 1)
-    if expert is not None:
-        sizes = {"data": sizes.pop("data"), "stage": sizes.pop("stage"), "expert": expert, **sizes}
-    sizes = sizes if replica == 1 else {"replica": replica, **sizes}
-    types = (AxisType.Auto,) * len(sizes)
     shape, names = tuple(sizes.values()), tuple(sizes)
     if isinstance(given, np.ndarray) and given.ndim > 1:
         if given.shape != shape:
@@ -197,6 +199,7 @@ def make_mesh(
     else:
         available = _on_hosts(available[:needed], sizes)
     # `jax.make_mesh` would put them in an order of its own.
+    types = (AxisType.Auto,) * len(sizes)
     mesh = Mesh(np.asarray(available, object)[:needed].reshape(shape), names, axis_types=types)
     leave_compilation_cache(mesh)
     return mesh

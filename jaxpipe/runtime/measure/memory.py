@@ -156,11 +156,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
             chunks, layers = pipe.schedule.num_chunks, largest if stacked else min(largest, 2)
         elif largest == 1:
             chunks, layers = min(2, pipe.schedule.num_chunks), 1
-        elif (
-            pipe.options.weights == "stacked"
-            and pipe.options.zero >= 2
-            and pipe.table.reduces.shared.any()
-        ):
+        elif stacked and pipe.options.zero >= 2 and pipe.table.reduces.shared.any():
             chunks, layers = pipe.schedule.num_chunks, largest
         elif stacked:
             layers = largest * pipe.schedule.num_chunks
