@@ -73,7 +73,8 @@ def plan(
         [
             *_problems(config, sizes, out),
             *below_one(context=context, slices=slices),
-            *_below_one(devices, batch),
+            *(problem for n in devices for problem in below_one(devices=n)),
+            *(problem for n in batch or () for problem in below_one(batch=n)),
             *_wrong_tokens(tokens, critical_batch),
         ]
     )
@@ -144,12 +145,6 @@ def _problems(config: Path | None, sizes: Path | None, out: Path | None) -> list
     return problems
 
 
-def _below_one(devices: Sequence[int], batch: Sequence[int] | None) -> list[Problem]:
-    problems = [Problem("devices", n, "must be at least 1", (1,)) for n in devices if n < 1]
-    problems += [Problem("batch", n, "must be at least 1", (1,)) for n in batch or () if n < 1]
-    return problems
-
-
 def _wrong_tokens(tokens: float | None, critical_batch: float | None) -> list[Problem]:
     problems = []
     for name, number in (("tokens", tokens), ("critical_batch", critical_batch)):
@@ -180,10 +175,6 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _title(model: ModelSizes, devices: Cluster) -> str:
-    return f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {devices.device.name}"
-
-
 def _report(
     console: Console, model: ModelSizes, clusters: Sequence[Cluster], goal: Goal, result: Result
 ) -> None:
@@ -192,7 +183,8 @@ def _report(
     kind = devices.device
     basis = "assumed" if kind in DEVICES.values() else "measured"
     console.print(
-        f"{_title(model, devices)} x {counts}: {basis} are {prefixed(devices.flops, 'FLOP/s')} of "
+        f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {kind.name} x {counts}: "
+        f"{basis} are {prefixed(devices.flops, 'FLOP/s')} of "
         f"matmuls ({kind.efficiency.flops:.0%} of the peak), {prefixed(devices.bandwidth, 'B/s')} "
         f"of memory ({kind.efficiency.memory:.0%}), {prefixed(devices.within, 'B/s')} within "
         f"hosts of {devices.per_host} ({kind.efficiency.link:.0%}), "

@@ -58,11 +58,6 @@ def print_table(
         if Measurement.get(console, unlimited, table).maximum <= console.width:
             console.print(table)
             return
-    print_list(console, columns, rows)
-
-
-def print_list(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows one below the other, each cell with its column's heading."""
     for name, *cells in rows:
         lines = (f"  {what}: {cell}" for what, cell in zip(columns[1:], cells, strict=True))
         say(console, "\n".join([name, *lines]))

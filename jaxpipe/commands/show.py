@@ -30,7 +30,7 @@ from jaxpipe.commands.options import (
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.device_clock import Clock, timelines
 from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
+from jaxpipe.schedule.formats.files import read_csv, write_csv
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 from jaxpipe.schedule.search.auto import gain_of_memory

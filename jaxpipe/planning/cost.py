@@ -27,19 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpipe.planning import plans
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
-from jaxpipe.planning.plans import (
-    MASTER_BYTES,
-    SCHEDULES,
-    Links,
-    PlacedPlan,
-    Plan,
-    Program,
-    grown,
-    lowering_of,
-    relative,
-    table_of,
-)
+from jaxpipe.planning.plans import MASTER_BYTES, Links, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay, work_of
@@ -181,7 +171,7 @@ def least_bytes(placed: PlacedPlan, program: Program | None = None) -> float:
     least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0}
     if program is not None:
         return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
-    share = SCHEDULES[plan.schedule].in_flight
+    share = plans.SCHEDULES[plan.schedule].in_flight
     in_flight = plan.passes if share is None else min(plan.passes, plan.stage * share)
     kept = dict.fromkeys(RESIDUALS_KEPT, plan.chunks * in_flight)
     crossing = float(not plan.schedule.endswith("-fused"))
@@ -193,10 +183,10 @@ def least_bytes(placed: PlacedPlan, program: Program | None = None) -> float:
 @lru_cache(maxsize=4096)
 def _slots_of_order(program: Program) -> Slots:
     """Counts the slots that do not depend on what moves over data."""
-    late = {c.kind for c in lowering_of(program.shorter()[0][0]).channels if c.late_edges}
+    late = {c.kind for c in plans.lowering_of(program.shorter()[0][0]).channels if c.late_edges}
 
     def slots(name: str) -> float:
-        return grown(program, lambda short: lowering_of(short).num_slots[name])
+        return grown(program, lambda short: plans.lowering_of(short).num_slots[name])
 
     names = [*RESIDUALS_KEPT, "crossing", "x", "dy", *(CARRIED if program.slices > 1 else ())]
     return dict.fromkeys(CARRIED, 0) | {name: slots(name) for name in names} | {"sent": len(late)}
@@ -482,7 +472,7 @@ def _among_copies(placed: PlacedPlan, size: float, part: float) -> float:
 def chunk_costs(placed: PlacedPlan) -> Costs:
     """Costs of a chunk as a configuration has them: relative to its F, in few digits."""
     share = placed.model.num_layers / placed.plan.num_chunks
-    return relative(layer_costs(placed).times(share))
+    return plans.relative(layer_costs(placed).times(share))
 
 
 def _exposed(program: Program, layer: Costs, moved: LayerTransfer) -> float:

@@ -88,7 +88,7 @@ _DIGITS = 2
 """Digits of relative costs, and of layers that take as long as a head, that tell programs apart."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """A mesh, a schedule and the options of a pipeline.
 
@@ -243,7 +243,12 @@ class PlacedPlan:
         if len(self.sizes.layers) > 1:
             return 1
         layer, parts = self.sizes.layers[0], self.plan.parts
-        return _shares(layer.shapes, parts, layer.expert_shapes, parts // self.plan.expert)
+        arrays = [(shape, parts) for shape in layer.shapes]
+        arrays += [(shape, parts // self.plan.expert) for shape in layer.expert_shapes]
+        # Data shards split the first dimension that they divide.
+        lengths = (next((n // k for n in shape if n and n % k == 0), 0) for shape, k in arrays)
+        sizes = (MASTER_BYTES * math.prod(shape) for shape, _ in arrays)
+        return dividing_shares(list(zip(sizes, lengths, strict=True)))
 
     @cached_property
     def updated_parameters(self) -> float:
@@ -303,21 +308,6 @@ def _head_layers(model: ModelSizes, variant: Variant, rows: int) -> float:
     sizes = model.variants[variant]
     of_head = sizes.head.flops(rows) * model.num_layers
     return round(of_head / sizes.layer_flops(rows), _DIGITS)
-
-
-_Shapes = tuple[tuple[int, ...], ...]
-
-
-@lru_cache(maxsize=1024)
-def _shares(shapes: _Shapes, parts: int, of_experts: _Shapes, parts_of_experts: int) -> int:
-    """Counts the shares of arrays whose first dimension that divides data shards split."""
-    arrays = [(shape, parts) for shape in shapes]
-    arrays += [(shape, parts_of_experts) for shape in of_experts]
-    sizes = []
-    for shape, among in arrays:
-        length = next((n // among for n in shape if n and n % among == 0), 0)
-        sizes.append((MASTER_BYTES * math.prod(shape), length))
-    return dividing_shares(sizes)
 
 
 # Tick tables of plans, each lowered once for all plans that share it.

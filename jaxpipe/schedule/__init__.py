@@ -45,8 +45,7 @@ from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check.validate import ScheduleError, validate
 from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
-from jaxpipe.schedule.formats.csv_format import read_csv, write_csv
-from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.formats.files import from_json, read_csv, to_json, write_csv
 from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition

@@ -265,22 +265,23 @@ def build(
       >>> build("interleaved", stages=4, microbatches=8, chunks=2).peak_in_flight
       (11, 9, 7, 5)
     """
-    numbers: dict[str, Any] = {
+    counts = {
         "num_stages": stages,
         "num_microbatches": microbatches,
         "num_chunks": chunks,
         "group": group,
         "num_slices": slices,
-        "memory_limit": memory_limit,
     }
     known = {entry.name: entry for entry in entries()}
     plain = name.removesuffix(PUBLISHED)
     as_published = name not in known and plain in known and known[plain].reordered
     chosen, is_own = known.get(plain if as_published else name), user.is_users(name)
     problems = [] if chosen or is_own else [_unknown(name)]
-    problems += range_problems(**numbers)
-    options = numbers | {"costs": costs, "layer_costs": layer_costs}
-    given = {option: value for option, value in options.items() if value is not None}
+    problems += below_one(**counts)
+    if memory_limit is not None and not memory_limit > 0:
+        problems.append(Problem("memory_limit", memory_limit, "must be above 0"))
+    others = {"memory_limit": memory_limit, "costs": costs, "layer_costs": layer_costs}
+    given = {name: value for name, value in (counts | others).items() if value is not None}
     if chosen is not None:
         problems += _misfits(chosen, given)
     try:
@@ -337,14 +338,6 @@ def _named(name: str, problem: Problem | str) -> Problem | str:
 def _spell(argument: str, value: Any) -> str:
     """Writes an argument as `build` names it, without the ``num_`` of functions that it calls."""
     return in_python(argument.removeprefix("num_"), value)
-
-
-def range_problems(*, memory_limit: float | None = None, **counts: int | None) -> list[Problem]:
-    """Lists the numbers that are out of range for every schedule; None stands for no number."""
-    problems = below_one(**counts)
-    if memory_limit is not None and not memory_limit > 0:
-        problems.append(Problem("memory_limit", memory_limit, "must be above 0"))
-    return problems
 
 
 def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from command import NUM_STEPS, steps
 
-from jaxpipe.schedule.formats.json_format import to_json
+from jaxpipe.schedule.formats.files import to_json
 from jaxpipe.schedule.generators.depth_first import zb_h1
 
 pytestmark = pytest.mark.end_to_end

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.formats.json_format import to_json
+from jaxpipe.schedule.formats.files import to_json
 from jaxpipe.schedule.generators.breadth_first import gpipe
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.cache import cache_folder, cached

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies, split_action
 from jaxpipe.schedule.check.validate import ScheduleError
-from jaxpipe.schedule.formats.csv_format import parse_csv, read_csv, write_csv
-from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.formats.files import from_json, parse_csv, read_csv, to_json, write_csv
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import ArgumentError
 from jaxpipe.schedule.simulate import Costs

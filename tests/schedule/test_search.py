@@ -25,8 +25,7 @@ from jaxpipe.schedule.search import order_search
 from jaxpipe.schedule.search.auto import PlacedModel, auto, published_schedules
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
-from jaxpipe.schedule.search.local_search import improve
-from jaxpipe.schedule.search.order_search import Rule, dispatch, search_orders
+from jaxpipe.schedule.search.order_search import Rule, dispatch, improve, search_orders
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 COSTS = Costs(1, 1.2, 0.8)

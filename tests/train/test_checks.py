@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.formats.csv_format import write_csv
+from jaxpipe.schedule.formats.files import write_csv
 from train import checks, configured, errors
 from train.data.folder import META_FILE, TOKENIZER_FILE
 from train.data.text import HELDOUT_FILE, TRAIN_FILE, write_tokens

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.formats.csv_format import read_csv
+from jaxpipe.schedule.formats.files import read_csv
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 
 _LIBRARY = str(Path(__file__).parents[2])
@@ -46,7 +46,7 @@ def load(
     """Loads and validates a user's schedule.
 
     Args:
-      name: "PATH.csv", see `jaxpipe.schedule.formats.csv_format`; or "module:function", imported
+      name: "PATH.csv", see `jaxpipe.schedule.formats.files`; or "module:function", imported
         from the current folder or wherever Python finds it, and called as
         ``function(num_stages, num_microbatches, **options)``, options as in
         `jaxpipe.schedule.catalog`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.generators.blocks import Block, BlockPlan, closest_block, split_block
@@ -119,41 +119,25 @@ def _named(name: str, block: Block, num_microbatches: int, costs: Costs) -> Sche
         schedule = plan.schedule(name, trial)
         return math.inf if schedule is None else makespan(schedule, costs)
 
-    plans = [BlockPlan(block, block.peaks)]
-    for blocks in () if costs == UNIT else ([block, *_turned(block)], [*_stretched(block)]):
-        plans += sorted(_plans(blocks, max(block.peaks), costs), key=ends)[:1]
+    plans, caps = [BlockPlan(block, block.peaks)], (max(block.peaks),) * len(block.peaks)
+    for blocks in () if costs == UNIT else _kin(block):
+        choices = itertools.product(blocks, (False, True), (UNIT, costs))
+        tried = (BlockPlan(other, caps, planned, reserve) for other, reserve, planned in choices)
+        plans += sorted(tried, key=ends)[:1]
     # A plan that ran so far may still stop with more microbatches; the paper's never do.
     schedules = [*filter(None, (plan.schedule(name, num_microbatches) for plan in plans))]
     return schedules[0] if costs == UNIT else soonest(schedules, costs)
 
 
-def _plans(blocks: Iterable[Block], cap: int, costs: Costs) -> Iterator[BlockPlan]:
-    """Yields ways to order blocks for other costs."""
-    for block, reserve, planned in itertools.product(blocks, (False, True), (UNIT, costs)):
-        yield BlockPlan(block, (cap,) * len(block.peaks), planned, reserve)
-
-
-def _turned(block: Block) -> Iterator[Block]:
-    """Yields blocks with other turns that keep no more in flight."""
-    return _kin(block, _strides(block))
-
-
-def _stretched(block: Block) -> Iterator[Block]:
-    """Yields blocks with other turns and a first or last hop twice as long that keep no more."""
-    strides = _strides(block)
-    if len(strides) > 1:
-        yield from _kin(block, (2 * strides[0], *strides[1:]))
-        yield from _kin(block, (*strides[:-1], 2 * strides[-1]))
-
-
-def _kin(block: Block, strides: Sequence[int]) -> Iterator[Block]:
-    for gaps in itertools.product(_GAPS, repeat=3):
-        other = split_block(strides, gaps)
-        if other is not None and max(other.peaks) <= max(block.peaks):
-            yield other
-
-
-def _strides(block: Block) -> tuple[int, ...]:
-    hops = len(block.peaks) - 1
-    leads = [row[1] - row[0] for row in block.starts]
-    return ((leads[0] - leads[-1]) // max(hops, 1),) * hops
+def _kin(block: Block) -> Iterator[list[Block]]:
+    """Yields lists of blocks that keep no more in flight: first this one and those with other
+    turns, then those with other turns and a first or last hop twice as long."""
+    hops, leads = len(block.peaks) - 1, [row[1] - row[0] for row in block.starts]
+    strides = ((leads[0] - leads[-1]) // max(hops, 1),) * hops
+    stretched = []
+    if hops > 1:
+        stretched = [(2 * strides[0], *strides[1:]), (*strides[:-1], 2 * strides[-1])]
+    for first, paths in (([block], [strides]), ([], stretched)):
+        turns = itertools.product(paths, itertools.product(_GAPS, repeat=3))
+        others = (split_block(path, gaps) for path, gaps in turns)
+        yield first + [one for one in others if one and max(one.peaks) <= max(block.peaks)]

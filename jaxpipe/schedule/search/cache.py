@@ -2,7 +2,7 @@
 
 A search takes seconds and always finds the same schedule, so `jaxpipe.schedule.catalog` looks here
 first. The files lie in ``$XDG_CACHE_HOME/jaxpipe``, or in ``~/.cache/jaxpipe`` if that variable is
-unset, one per schedule in the form of `jaxpipe.schedule.formats.json_format`. They can be deleted
+unset, one per schedule in the form of `jaxpipe.schedule.formats.files`. They can be deleted
 at any time. If ``JAXPIPE_NO_CACHE`` is set to anything, files are neither read nor written.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxpipe.files import read_json
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.formats.json_format import from_json, to_json
+from jaxpipe.schedule.formats.files import from_json, to_json
 
 _CACHE_VERSION = 14
 """Version of the searches, to be raised when one finds other schedules."""

@@ -60,6 +60,9 @@ _DIGIT = 0.6
 """Width of a digit, as a share of the font size."""
 
 
+# Text.
+
+
 class TooWideError(ValueError):
     """A drawing in text with more columns than anyone could read."""
 
@@ -217,6 +220,9 @@ def _between(cells: Sequence[_Cell], first: int, end: int, filler: str, colour: 
         parts += [filler * (start - column), shown]
         column = stop
     return "".join([*parts, filler * (end - column)])
+
+
+# SVG.
 
 
 class _Band(NamedTuple):

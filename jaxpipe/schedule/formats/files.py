@@ -1,8 +1,9 @@
-"""PyTorch's CSV of pipeline actions, in both directions.
+"""Schedules as files, in both directions: PyTorch's CSV of pipeline actions, and JSON, which also
+has placement and promised peak.
 
-There is one row per stage and one cell per tick, empty where the stage is idle; a cell is virtual
-stage, kind, microbatch. The kinds have PyTorch's names (``torch.distributed.pipelining``, format
-"compute_only"): F forward, I backward for the input, W backward for the weights, B *full* backward.
+The CSV has one row per stage and one cell per tick, empty where the stage is idle; a cell is
+virtual stage, kind, microbatch. The kinds have PyTorch's names (``torch.distributed.pipelining``,
+format "compute_only"): F forward, I backward for the input, W for the weights, B *full* backward.
 A forward and a backward that run together are one cell, ``(0F1;3B0)OVERLAP_F_B``.
 """
 
@@ -15,6 +16,7 @@ import itertools
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check.validate import ScheduleError, validate
@@ -49,7 +51,7 @@ def write_csv(schedule: Schedule) -> str:
     if schedule.num_slices > 1:
         raise ScheduleError(
             f"Schedule {schedule.name!r} cuts sequences into {schedule.num_slices} slices, and "
-            "PyTorch's format knows none. `jaxpipe.schedule.formats.json_format` writes it."
+            "PyTorch's format knows none. `jaxpipe.schedule.to_json` writes it."
         )
     table = ticks(schedule)
     num_ticks = 1 + max(row[-1] for row in table)
@@ -188,3 +190,55 @@ def _action(cell: str, where: str) -> Action:
 
 def _cell(action: Action) -> str:
     return f"{action.virtual_stage}{_LETTERS[action.kind]}{action.microbatch}"
+
+
+def to_json(schedule: Schedule) -> dict[str, Any]:
+    """Writes the fields of a schedule as an object that JSON can hold.
+
+    An order is one text for each stage.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
+      >>> to_json(gpipe(2, 1))["orders"]
+      ['0F0 0B0 0W0', '1F0 1B0 1W0']
+    """
+    overlapped = schedule.overlapped
+    return {
+        "name": schedule.name,
+        "stages": list(schedule.placement.stages),
+        "num_microbatches": schedule.num_microbatches,
+        "peak_in_flight": schedule.peak_in_flight and list(schedule.peak_in_flight),
+        "orders": [" ".join(map(str, order)) for order in schedule.orders],
+        **({} if schedule.num_slices == 1 else {"num_slices": schedule.num_slices}),
+        **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
+    }
+
+
+def from_json(data: Any) -> Schedule:
+    """Reads what `to_json` wrote, and validates it.
+
+    Raises:
+      ScheduleError: a field is missing or of another form, or the schedule cannot run.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
+      >>> from_json(to_json(gpipe(2, 4))) == gpipe(2, 4)
+      True
+    """
+    try:
+        peak = data["peak_in_flight"]
+        schedule = Schedule(
+            name=str(data["name"]),
+            placement=Placement(tuple(data["stages"])),
+            num_microbatches=data["num_microbatches"],
+            orders=tuple(tuple(map(Action.parse, row.split())) for row in data["orders"]),
+            peak_in_flight=None if peak is None else tuple(peak),
+            overlapped=tuple(map(Action.parse, data.get("overlapped", "").split())),
+            num_slices=data.get("num_slices", 1),
+        )
+    except KeyError as error:
+        raise ScheduleError(f"A schedule in JSON needs {error}.") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ScheduleError(f"This is no schedule in JSON: {error}") from None
+    validate(schedule)
+    return schedule
