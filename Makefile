@@ -30,7 +30,7 @@ test-all: setup
 
 # Kills, damage, other layouts, missing processes and bad values: a few of each are in `make test`.
 test-faults: setup
-	$(BIN)/python -m pytest -n 2 tests/faults tests/multiprocess/test_missing_processes.py tests/train/test_damaged_checkpoints.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/faults tests/multiprocess/test_missing_processes.py tests/train/test_checkpoint.py $(ARGS)
 
 # PyTorch is large, so it has an environment of its own; the pinned build needs Python 3.11.
 test-parity:

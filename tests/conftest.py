@@ -3,6 +3,8 @@
 import dataclasses
 import gc
 import os
+import shutil
+import subprocess
 from importlib.metadata import version
 
 import limits
@@ -70,9 +72,37 @@ def unbroken(trainer, tmp_path_factory):
     return run, trainer.run("--run-dir", run)
 
 
+@pytest.fixture
+def copy(unbroken_toy, tmp_path):
+    """A whole run of the toy that a test may break."""
+    return shutil.copytree(unbroken_toy, tmp_path / "copy")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Gives disks of some kilobytes, one after another."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def unmount():
+        subprocess.run(["umount", str(folder)], check=False, capture_output=True)
+
+    def mount(kilobytes):
+        unmount()
+        options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(["mount", *options]).returncode:
+            pytest.skip("a small disk needs the right to mount one")
+        return folder
+
+    yield mount
+    unmount()
+
+
 @pytest.fixture(scope="session")
 def unbroken_toy(toy_trainer, tmp_path_factory):
     """A whole run of the toy."""
     run = tmp_path_factory.mktemp("unbroken_toy") / "run"
-    toy_trainer.run("--run-dir", run)
+    finished = toy_trainer.run("--run-dir", run)
+    assert "zero everywhere has about 0.5" in finished.out
+    assert "a toy of 128 held-out rows" in finished.out
     return run

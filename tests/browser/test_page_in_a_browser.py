@@ -74,31 +74,30 @@ def span(page) -> list[float]:
     return page.evaluate("[view.first, view.end]")
 
 
-def color_at(page, panel: int, stage: int, time: float) -> str:
-    # Near the top of a box, above its number.
+def color_at(page, panel: int, stage: int, time: float, *, right=0.0, down=3.0) -> str:
+    """The color that many pixels right of a time, and below the top of a stage's row."""
     r, g, b = page.evaluate(
-        """([k, stage, time]) => {
+        """([k, stage, time, right, down]) => {
           draw();
           const panel = panels[k], scale = window.devicePixelRatio;
-          const x = placeOf(panel, time) * scale, y = (stage * panel.row + 3) * scale;
+          const x = (placeOf(panel, time) + right) * scale, y = (stage * panel.row + down) * scale;
           return [...panel.canvas.getContext("2d").getImageData(x, y, 1, 1).data].slice(0, 3);
         }""",
-        [panel, stage, time],
+        [panel, stage, time, right, down],
     )
     return f"#{r:02x}{g:02x}{b:02x}"
 
 
 def test_every_clock_has_a_panel_and_names_are_only_text(look):
     clocks = clocks_of("zb-v")
-    named = [
+    named = (
         clock
         and dataclasses.replace(clock, schedule=dataclasses.replace(clock.schedule, name=EVIL))
         for clock in clocks
-    ]
+    )
     page = look(type(clocks)(*named))
-    assert [text.partition(", ")[0] for text in page.locator("h2").all_text_contents()] == [
-        EVIL
-    ] * 2
+    titles = page.locator("h2").all_text_contents()
+    assert [text.partition(", ")[0] for text in titles] == [EVIL] * 2
     page.keyboard.press("ArrowRight")
     assert EVIL in page.locator("#now").inner_text()
     assert page.evaluate("window.broken") is None
@@ -115,12 +114,10 @@ def test_the_pointer_finds_what_the_simulator_put_there_in_the_pictures_color(lo
                 page.mouse.move(*place(page, panel, stage, middle))
                 tip = page.locator("#tip").inner_text()
                 action = part.action
+                chunk = clock.schedule.placement.chunks[action.virtual_stage]
                 assert tip.startswith(f"{action}, ")
                 assert f"microbatch {action.microbatch}\n" in tip
-                assert (
-                    f"stage {stage}, chunk {clock.schedule.placement.chunks[action.virtual_stage]}"
-                    in tip
-                )
+                assert f"stage {stage}, chunk {chunk}" in tip
                 assert f"time {part.start:.6g} to {part.end:.6g}" in tip
                 held = [count for time, count in in_flight(clock.rows[stage]) if time <= middle][-1]
                 assert f"\n{clock.in_full_stages(held):g} microbatches of a full stage" in tip
@@ -138,8 +135,7 @@ def test_keys_and_buttons_step_through_the_ticks(look):
     page.keyboard.press("ArrowLeft")
     shown = page.locator("#now tr").nth(1).locator("td").all_text_contents()[1:]
     for cell, row in zip(shown, clocks.device.rows, strict=True):
-        parts = [part for part in row if part.tick == 6]
-        names = [str(part.action) for part in parts]
+        names = [str(part.action) for part in row if part.tick == 6]
         assert cell == (" ".join(names) or "idle")
     # The last tick is the end, and it comes into view however far one has zoomed in.
     for _ in range(4):
@@ -204,34 +200,20 @@ def test_pairs_have_a_frame_and_the_pointer_says_so(look):
     page.mouse.move(*place(page, 0, 0, parts[0].end / 2))
     assert "pair" not in page.locator("#tip").inner_text()
     page.mouse.move(1, 1)
-    dark = page.evaluate(
-        """(time) => {
-          draw();
-          const panel = panels[0], scale = window.devicePixelRatio;
-          const x = (placeOf(panel, time) + 0.5) * scale, y = 0.5 * panel.row * scale;
-          return [...panel.canvas.getContext("2d").getImageData(x, y, 1, 1).data].slice(0, 3);
-        }""",
-        forward.start,
-    )
-    assert max(dark) < 100
+    row = page.evaluate("panels[0].row")
+    frame = color_at(page, 0, 0, forward.start, right=0.5, down=row / 2)
+    assert max(bytes.fromhex(frame[1:])) < 100
 
 
 def test_what_was_measured_has_a_panel_on_the_same_time_axis(look):
     clocks = clocks_of("zb-v")
-    late = [
-        [
-            dataclasses.replace(part, start=part.start + 1, end=part.end + 1, tick=None)
-            for part in row
-        ]
-        for row in clocks.device.rows
-    ]
-    ran = dataclasses.replace(
-        clocks.device,
-        clock="measured",
-        rows=tuple(map(tuple, late)),
-        makespan=clocks.device.makespan + 1,
-        ticks=(),
+    device = clocks.device
+    late = (
+        tuple(dataclasses.replace(p, start=p.start + 1, end=p.end + 1, tick=None) for p in row)
+        for row in device.rows
     )
+    changes = {"clock": "measured", "rows": tuple(late), "makespan": device.makespan + 1}
+    ran = dataclasses.replace(device, **changes, ticks=())
     page = look(clocks._replace(measured=ran))
     assert "measured: makespan" in page.locator("h2").nth(2).inner_text()
     assert span(page) == [0, max(ran.makespan, *(clock.makespan for clock in clocks if clock))]

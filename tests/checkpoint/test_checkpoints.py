@@ -4,12 +4,8 @@ before them."""
 from __future__ import annotations
 
 import functools
-import re
 import shutil
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import adapted
 import chex
@@ -20,6 +16,7 @@ import optax
 import pytest
 import toy
 import uneven
+from command import blocks, finish, start
 
 import jaxpipe
 
@@ -55,7 +52,6 @@ def canonical(pipe, run):
 
 LAYOUTS = {
     "alike": [
-        {"schedule": "1f1b", "stage": 4},
         {"schedule": "zb-v", "stage": 2, "data": 2, "zero": 1, "layer_counts": (1, 2, 0, 2)},
         {"schedule": "interleaved", "stage": 2, "data": 4, "zero": 3, "weights": "unrolled"},
     ],
@@ -148,28 +144,11 @@ def two(tmp_path_factory):
     return folder, pipe
 
 
-def _flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 16
-    path.write_bytes(content)
-
-
-DAMAGE = {
-    "flipped byte": _flip,
-    "missing": lambda path: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("damage", ["flipped byte", "missing", "missing checksums"])
-def test_a_damaged_checkpoint_goes_aside_and_the_one_before_is_restored(two, damage, tmp_path):
+def test_a_damaged_checkpoint_goes_aside_and_the_one_before_is_restored(two, tmp_path):
     whole, pipe = two
     folder = shutil.copytree(whole, tmp_path / "run")
-    if damage == "missing checksums":
-        damaged = folder / "2" / "checksums.json"
-        damaged.unlink()
-    else:
-        damaged = max(folder.glob("2/state/**/d/*"), key=lambda path: path.stat().st_size)
-        DAMAGE[damage](damaged)
+    damaged = max(folder.glob("2/state/**/d/*"), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with jaxpipe.Checkpoints(folder, keep=2) as checkpoints:
         found = checkpoints.restore(pipe, OPTIMIZER)
         (note,) = checkpoints.found.notes()
@@ -180,27 +159,6 @@ def test_a_damaged_checkpoint_goes_aside_and_the_one_before_is_restored(two, dam
         checkpoints.save(2, pipe, OPTIMIZER, found.params, found.state)
         assert checkpoints.restore(pipe, OPTIMIZER).step == 2
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "2.damaged"]
-
-
-def test_the_best_is_the_one_of_the_lowest_loss(tmp_path):
-    pipe = small()
-    with jaxpipe.Checkpoints(tmp_path, keep=4) as checkpoints:
-        assert checkpoints.best is None
-        for step, loss in enumerate((2.0, 1.0, None, 3.0)):
-            checkpoints.save(step, pipe, OPTIMIZER, *filled(pipe, step)[1:], loss=loss)
-    assert jaxpipe.Checkpoints(tmp_path, read_only=True).best == 1
-
-
-def test_a_damaged_one_that_was_asked_for_is_refused(two, tmp_path):
-    whole, pipe = two
-    folder = shutil.copytree(whole, tmp_path / "run")
-    (folder / "1" / "data" / "metadata").unlink()
-    checkpoints = jaxpipe.Checkpoints(folder, read_only=True)
-    assert checkpoints.restore(pipe, OPTIMIZER, step=2).step == 2
-    with pytest.raises(ValueError, match=r"step=1 in .* is damaged: data/metadata is missing\."):
-        checkpoints.restore(pipe, OPTIMIZER, step=1)
-    with pytest.raises(ValueError, match=r"step=3 has no checkpoint .*; it holds 1, 2\."):
-        checkpoints.restore(pipe, OPTIMIZER, step=3)
 
 
 def test_what_is_written_is_not_torn_by_steps_that_follow(tmp_path):
@@ -228,8 +186,7 @@ def test_what_is_written_is_not_torn_by_steps_that_follow(tmp_path):
 
 def documented(name):
     """A function that docs/checkpoints.md shows."""
-    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-    (code,) = re.findall(rf"```python\n(def {name}.*?)```", page.read_text(), re.DOTALL)
+    code = next(code for code in blocks("docs/checkpoints.md", "python") if f"def {name}" in code)
     names = {"jax": jax, "jnp": jnp, "optax": optax}
     exec(code, names)
     return names[name]
@@ -264,7 +221,7 @@ def test_every_state_comes_back_in_its_own_structure(name, tmp_path):
     assert jax.tree.map(lambda w: w.sharding, (found.params, found.state)) == shardings
 
 
-@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize("differ", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parameters_that_are_not_trained_are_saved_and_have_no_state(differ, tmp_path):
     params = jax.device_get(adapted.params(differ=differ))
 
@@ -286,32 +243,53 @@ def test_parameters_that_are_not_trained_are_saved_and_have_no_state(differ, tmp
     )
 
 
-# What is refused.
+def test_a_folder_without_checkpoints(two, tmp_path, caplog):
+    """Where a run may begin, None is an answer; a folder beside it is named."""
+    whole, pipe = two
+    assert jaxpipe.Checkpoints(tmp_path, read_only=True).restore(pipe, OPTIMIZER) is None
+    assert jaxpipe.Checkpoints(tmp_path / "new").restore(pipe, OPTIMIZER) is None
+    assert not (tmp_path / "new").exists()
+    for other in (whole.with_name("rnu"), whole.parent, next(whole.glob("[0-9]*"))):
+        caplog.clear()
+        assert jaxpipe.Checkpoints(other).restore(pipe, OPTIMIZER) is None
+        assert f"holds no checkpoint to restore. Nearest with checkpoints: {whole}." in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        (small(width=6), "['kernel'] is float32[2, 64, 64]; expected float32[2, 6, 6]."),
-        (small(64, layers=3), "['bias'] is float32[2, 64]; expected float32[3, 64]."),
-        (small(64, dtype="bfloat16"), "['bias'] is float32[2, 64]; expected bfloat16[2, 64]."),
-    ],
-)
-def test_another_model_names_the_leaf_and_both_shapes(two, other, expected):
-    folder, _ = two
-    with pytest.raises(ValueError, match="2 is of another model:\n") as caught:
-        jaxpipe.Checkpoints(folder, read_only=True).restore(other, OPTIMIZER)
-    assert f"params['layers']{expected}" in str(caught.value)
+def test_what_cannot_be_restored_is_refused(two, tmp_path):
+    whole, pipe = two
+    one, none = (shutil.copytree(whole, tmp_path / name) for name in ("one", "none"))
+    (one / "1" / "data" / "metadata").unlink()
+    for n in ("1", "2"):
+        (none / n / "checksums.json").unlink()
+
+    def restore(folder=one, pipe=pipe, optimizer=OPTIMIZER, **options):
+        checkpoints = jaxpipe.Checkpoints(folder, read_only=True)
+        return checkpoints.restore(pipe, optimizer, **options)
+
+    assert restore(step=2).step == 2
+    other_model = r"2 is of another model:\nparams\['layers'\]\['"
+    for options, message in (
+        ({"step": 1}, r"step=1 in .* is damaged: data/metadata is missing\."),
+        ({"step": 3}, r"step=3 has no checkpoint .*; it holds 1, 2\."),
+        ({"folder": none}, r"no whole checkpoint \(checkpoint 2: checksums.json "),
+        ({"folder": whole.with_name("rnu")}, rf"rnu' does not exist.* checkpoints: {whole}\."),
+        ({"pipe": small(width=6)}, rf"{other_model}bias.*\n.*kernel'\] is float32\[2, 64, 64\]; e"),
+        ({"pipe": small(64, layers=3)}, rf"{other_model}bias'\] is float32\[2, 64\]; exp.*\[3, 64"),
+        (
+            {"pipe": small(64, dtype="bfloat16")},
+            rf"{other_model}bias'\] .* expected bfloat16\[2, 64",
+        ),
+        (
+            {"optimizer": optax.lion(1e-2)},
+            r"(?s)2 is of another optimizer, or other.*"
+            r"optimizer\[0\]\['nu'\]\['layers'\]\['bias'\] is float32\[2, 64\]; nothing",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            restore(**options)
 
 
-def test_another_optimizer_names_what_differs(two):
-    folder, pipe = two
-    with pytest.raises(ValueError, match="2 is of another optimizer, or other") as caught:
-        jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, optax.lion(1e-2))
-    assert "optimizer[0]['nu']['layers']['bias'] is float32[2, 64]; nothing" in str(caught.value)
-
-
-def test_states_of_layers_that_are_not_there(two, tmp_path):
+def test_states_of_layers_that_are_not_there(tmp_path):
     pipe, stateful = pipeline("differ", stage=2), pipeline("stateful", stage=2)
     params, state, _ = begin(pipe, "differ")
     with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
@@ -322,76 +300,41 @@ def test_states_of_layers_that_are_not_there(two, tmp_path):
             checkpoints.save(2, stateful, OPTIMIZER, params, state)
 
 
-def test_a_folder_without_checkpoints(two, tmp_path):
-    _, pipe = two
-    assert jaxpipe.Checkpoints(tmp_path, read_only=True).restore(pipe, OPTIMIZER) is None
-    assert jaxpipe.Checkpoints(tmp_path / "new").restore(pipe, OPTIMIZER) is None
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_mistyped_folder_is_said_to_be_one(two, caplog):
-    whole, pipe = two
-    mistyped = whole.with_name("rnu")
-    with pytest.raises(ValueError, match=rf"rnu' does not exist.* checkpoints: {whole}\."):
-        jaxpipe.Checkpoints(mistyped, read_only=True).restore(pipe, OPTIMIZER)
-    # Where a run may begin, None is an answer.
-    assert jaxpipe.Checkpoints(mistyped).restore(pipe, OPTIMIZER) is None
-    assert f"holds no checkpoint to restore. Nearest with checkpoints: {whole}." in caplog.text
-    for other in (whole.parent, next(whole.glob("[0-9]*"))):
-        caplog.clear()
-        assert jaxpipe.Checkpoints(other).restore(pipe, OPTIMIZER) is None
-        assert f"Nearest with checkpoints: {whole}." in caplog.text
-
-
-def test_a_file_and_a_url_are_no_folders(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"folder='s3://bucket/run' is a URL; checkpoints need a f"
-    ):
-        jaxpipe.Checkpoints("s3://bucket/run")
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ValueError, match=r"run' is a file; checkpoints need a folder"):
-        jaxpipe.Checkpoints(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"keep=0 must be at least 1"):
-        jaxpipe.Checkpoints(tmp_path / "other", keep=0)
-
-
-def test_only_damaged_ones_are_no_fresh_start(two, tmp_path):
-    whole, pipe = two
-    folder = shutil.copytree(whole, tmp_path / "run")
-    for n in ("1", "2"):
-        (folder / n / "checksums.json").unlink()
-    with pytest.raises(ValueError, match=r"no whole checkpoint \(checkpoint 2: checksums.json "):
-        jaxpipe.Checkpoints(folder, read_only=True).restore(pipe, OPTIMIZER)
-
-
-def test_what_cannot_be_saved(two, tmp_path):
+def test_what_cannot_be_saved_is_refused(two, tmp_path):
+    """What would be lost later, too; a number of any library is a step or a loss."""
     _, pipe = two
     start, params, state = filled(pipe, 0)
-    checkpoints = jaxpipe.Checkpoints(tmp_path / "run")
-    with pytest.raises(ValueError, match="in canonical order, not placed"):
-        checkpoints.save(1, pipe, OPTIMIZER, start, state)
-    with pytest.raises(TypeError, match=r"data\['rng'\] must be .* small arrays as x.tolist\(\)"):
-        checkpoints.save(1, pipe, OPTIMIZER, params, state, data={"rng": jax.random.key(0)})
-    with pytest.raises(ValueError, match="read_only=True"):
-        jaxpipe.Checkpoints(tmp_path, read_only=True).save(1, pipe, OPTIMIZER, params, state)
-    assert not (tmp_path / "run").exists()
+    file, folder = tmp_path / "file", tmp_path / "run"
+    file.write_text("")
+    checkpoints = jaxpipe.Checkpoints(folder)
 
+    def save(step=2, params=params, checkpoints=checkpoints, **options):
+        checkpoints.save(step, pipe, OPTIMIZER, params, state, **options)
 
-def test_what_would_be_lost_later_is_refused_or_written(tmp_path):
-    pipe = pipeline("alike", stage=2)
-    params, state, _ = begin(pipe, "alike")
-    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
-        for step in (-1, 1.5, "1"):
-            with pytest.raises(ValueError, match="must be a whole number"):
-                checkpoints.save(step, pipe, OPTIMIZER, params, state)
-        checkpoints.save(1, pipe, OPTIMIZER, params, state, loss=jnp.float32(2))
-        with pytest.raises(ValueError, match=r"step=1 is saved in .* already.* another folder\."):
-            checkpoints.save(np.int32(1), pipe, OPTIMIZER, params, state)
-        with pytest.raises(TypeError, match=r"run\['seeds'\] must be what JSON can hold"):
-            checkpoints.save_arrays(2, {"w": params}, data={}, run={"seeds": np.ones(2)})
+    def refuse(error, message, call, *given, **options):
+        with pytest.raises(error, match=message):
+            call(*given, **options)
+
+    url = "folder='s3://bucket/run' is a URL; checkpoints need a f"
+    refuse(ValueError, url, jaxpipe.Checkpoints, "s3://bucket/run")
+    refuse(ValueError, "file' is a file; checkpoints need", jaxpipe.Checkpoints, file)
+    refuse(ValueError, "keep=0 must be at least 1", jaxpipe.Checkpoints, folder, keep=0)
+    read_only = jaxpipe.Checkpoints(tmp_path, read_only=True)
+    refuse(ValueError, "read_only=True", save, checkpoints=read_only)
+    refuse(ValueError, "in canonical order, not placed", save, params=start)
+    small_arrays = r"data\['rng'\] must be .* small arrays as x.tolist\(\)"
+    refuse(TypeError, small_arrays, save, data={"rng": jax.random.key(0)})
+    for step in (-1, 1.5, "1"):
+        refuse(ValueError, "must be a whole number", save, step)
+    assert not folder.exists()
+    with checkpoints:
+        save(1, loss=jnp.float32(2))
+        refuse(ValueError, r"step=1 is saved in .* already.* another folder\.", save, np.int32(1))
+        json = {"data": {}, "run": {"seeds": np.ones(2)}}
+        message = r"run\['seeds'\] must be what JSON can hold"
+        refuse(TypeError, message, checkpoints.save_arrays, 2, {"w": params}, **json)
     assert checkpoints.steps == [1]
-    with pytest.raises(ValueError, match="was left: save inside"):
-        checkpoints.save(2, pipe, OPTIMIZER, params, state)
+    refuse(ValueError, "was left: save inside", save)
 
 
 def test_a_save_as_the_last_line_of_a_script_is_finished(tmp_path):
@@ -399,9 +342,7 @@ def test_a_save_as_the_last_line_of_a_script_is_finished(tmp_path):
 import sys, jax.numpy as jnp, jaxpipe
 jaxpipe.Checkpoints(sys.argv[1]).save_arrays(1, {"w": jnp.ones(3)}, data={})
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    assert finish(start("python", "-c", script, tmp_path)).err == ""
     assert jaxpipe.Checkpoints(tmp_path, read_only=True).latest == 1
 
 

@@ -1,7 +1,7 @@
-"""Runs train.py on a tiny model and text, or on a toy where any model does.
+"""Runs commands as users do: train.py on a tiny model and text, or on a toy where any model does.
 
-`Trainer.start` starts a process, which can be killed; `Trainer.run` calls the same command in this
-one, where imports are done and runs of equal configurations share their compiled step.
+`start` starts a process, which can be killed; `Trainer.run` calls train.py's command in this one,
+where imports are done and runs of equal configurations share their compiled step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from unittest import mock
 
 import jax
 import limits
+import numpy as np
 
 TOP = Path(__file__).resolve().parents[2]
 NUM_STEPS = 10
@@ -52,26 +54,12 @@ train:
   eval_batches: 1
   checkpoint_every: {CHECKPOINT_EVERY}
 """
-# Compiling takes longer than running here. The second flag almost halves the time; the third saves
-# a tenth, as programs are too small to be split for parallel compilation. Newer versions of XLA do
-# not know the second.
-QUICK_COMPILE = "--xla_backend_optimization_level=0" + (
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    if jax.__version_info__[:2] == (0, 10)
-    else ""
-)
 _WORDS = ("the", "pipeline", "stage", "waits", "for", "a", "microbatch", "and", "sends", "it")
 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """What a command left.
-
-    Args:
-      status: its exit status.
-      out: what it printed.
-      err: what it printed as errors.
-    """
+    """The exit status of a command, and what it printed."""
 
     status: int
     out: str
@@ -83,12 +71,7 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Runs train.py.
-
-    Args:
-      folder: holds the configuration and the data.
-      name: of the configuration.
-    """
+    """train.py with the configuration of a name in a folder."""
 
     folder: Path
     name: str = "tiny.yaml"
@@ -98,34 +81,15 @@ class Trainer:
         return self.folder / self.name
 
     def start(self, *options: object) -> subprocess.Popen[str]:
-        """Starts a process that the caller waits for, or kills."""
-        # Compiled as here, to the same bits; launchers and simulated devices are not the user's.
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "OMPI_"))
-        }
-        flags = environment["XLA_FLAGS"].split()
-        environment |= {
-            "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
-            "PYTHONWARNINGS": "error",
-            "PYTHONPATH": str(TOP / "tests" / "train"),  # where toy_family is
-        }
-        return subprocess.Popen(
-            [sys.executable, str(TOP / "train" / "train.py"), *map(str, options)],
-            cwd=self.folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        """Starts the command with the configuration here as a process."""
+        script = TOP / "train" / "train.py"
+        return start("python", script, "--config", self.config, *options, folder=self.folder)
 
     @contextlib.contextmanager
     def processes(self, count: int, *options: object) -> Iterator[list[subprocess.Popen[str]]]:
         """Starts the processes of one distributed run; none is left afterwards."""
         address = f"--distributed.coordinator={free_address()}"
-        together = address, f"--distributed.num-processes={count}"
-        options = "--config", self.config, *together, *options
+        options = address, f"--distributed.num-processes={count}", *options
         processes = [self.start(*options, f"--distributed.process-id={n}") for n in range(count)]
         try:
             yield processes
@@ -136,10 +100,79 @@ class Trainer:
                     process.communicate()
 
     def run(self, *options: object, status: int = 0) -> Finished:
-        """Runs the command with the configuration here; it must end with a status."""
-        finished = call("--config", self.config, *options)
-        assert finished.status == status, str(finished)
+        """Runs the command with the configuration here, in this process, to a status.
+
+        Its streams, signals and variables are its own. What it sets to quieten a failed write
+        stays, because errors of one may still come when it has returned.
+        """
+        from train import loop, train
+
+        out, err = io.StringIO(), io.StringIO()
+        log = logging.getLogger("jaxpipe")
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            mock.patch.dict(os.environ),
+            mock.patch.object(loop, "Setup", shared_setup),
+            mock.patch.multiple(log, handlers=[], propagate=log.propagate),
+        ):
+            ended = train.main(list(map(str, ("--config", self.config, *options))))
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        finished = Finished(ended, out.getvalue(), err.getvalue())
+        assert ended == status, str(finished)
         return finished
+
+
+def start(*command: object, folder: Path = TOP, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command that the caller waits for, or kills.
+
+    Its programs are compiled as here, to the same bits; launchers and simulated devices are not the
+    user's.
+    """
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(("SLURM_", "OMPI_"))}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{TOP}:{TOP / 'tests' / 'train'}",  # where toy_family is
+        "PYTHONWARNINGS": "error",
+        "XLA_FLAGS": " ".join(flags),
+    }
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[str], status: int | None = 0) -> Finished:
+    """Waits for a command, which must end with a status unless that is None; kills a hang."""
+    with process:  # leaves no pipe open, whose warning would fail another test
+        try:
+            out, err = process.communicate(timeout=limits.hang())
+        finally:
+            process.kill()
+    finished = Finished(process.returncode, out, err)
+    assert status in (None, finished.status), str(finished)
+    return finished
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Returns the code blocks of a language in a page of documentation."""
+    text = (TOP / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def shell(folder: Path, lines: str, status: int = 0) -> Finished:
+    """Runs lines of bash in a folder that has the trainer, as a clone has."""
+    if not (folder / "train").exists():
+        (folder / "train").symlink_to(TOP / "train")
+    return finish(start("bash", "-ec", lines, folder=folder), status)
 
 
 def free_address() -> str:
@@ -147,31 +180,6 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return f"localhost:{probe.getsockname()[1]}"
-
-
-def call(*arguments: object) -> Finished:
-    """Runs train.py's command line in this process.
-
-    Its streams, signals and variables are its own. What it sets to quieten a failed write stays,
-    because errors of one may still come when it has returned.
-    """
-    from train import loop, train
-
-    out, err = io.StringIO(), io.StringIO()
-    log = logging.getLogger("jaxpipe")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.dict(os.environ),
-        mock.patch.object(loop, "Setup", shared_setup),
-        mock.patch.multiple(log, handlers=[], propagate=log.propagate),
-    ):
-        status = train.main([str(argument) for argument in arguments])
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    return Finished(status, out.getvalue(), err.getvalue())
 
 
 _SETUPS: dict[tuple[Any, ...], Any] = {}
@@ -220,16 +228,6 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def finish(process: subprocess.Popen[str]) -> Finished:
-    """Waits for a command; one that hangs is killed."""
-    with process:  # leaves no pipe open, whose warning would fail another test
-        try:
-            out, err = process.communicate(timeout=limits.hang())
-        finally:
-            process.kill()
-    return Finished(process.returncode, out, err)
-
-
 def kill_when(
     process: subprocess.Popen[str],
     ready: Callable[[], bool],
@@ -237,11 +235,7 @@ def kill_when(
     number: int,
     delay_seconds: float = 0.0,
 ) -> bool:
-    """Sends a signal as soon as something holds, or a little later.
-
-    Returns:
-      Whether it was sent before the command ended.
-    """
+    """Sends a signal once something holds, or a little later; returns whether it came in time."""
     until = time.monotonic() + limits.hang()
     while process.poll() is None and time.monotonic() < until:
         if ready():
@@ -254,11 +248,9 @@ def kill_when(
 
 def steps(run: Path) -> list[dict[str, float]]:
     """The records of a run without its times; each step must be there once, in order."""
-    path = run / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-        for name in ("speed", "goodput", "seconds", "unix_time"):
-            record.pop(name, None)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    times = {"speed", "goodput", "seconds", "unix_time"}
+    records = [{n: v for n, v in json.loads(line).items() if n not in times} for line in lines]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return records
 
@@ -317,9 +309,8 @@ def assert_same_run(run: Path, unbroken: Path) -> None:
 
 def assert_same_weights(run: Path, unbroken: Path) -> None:
     """The same last checkpoint, to the bit."""
-    import numpy as np
-
-    left, right = weights(run, NUM_STEPS), weights(unbroken, NUM_STEPS)
-    assert [name for name, _ in left] == [name for name, _ in right]
-    for (name, one), (_, two) in zip(left, right, strict=True):
+    for (name, one), (other, two) in zip(
+        *(weights(r, NUM_STEPS) for r in (run, unbroken)), strict=True
+    ):
+        assert name == other
         np.testing.assert_array_equal(one, two, err_msg=name, strict=True)

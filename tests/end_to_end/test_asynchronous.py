@@ -24,11 +24,6 @@ def _until(run, step, tmp_path):
     return copy
 
 
-def _of_training(record):
-    """A record without what an evaluation adds."""
-    return {name: value for name, value in record.items() if not name.startswith("eval_")}
-
-
 def test_an_asynchronous_run_says_what_it_does(whole):
     run, finished = whole
     assert finished.err == ""
@@ -59,7 +54,8 @@ def test_resume_on_either_side_of_the_switch(whole, toy_trainer, tmp_path, step)
     assert f"resuming {run} at step {step}" in finished.out
     for record, expected in zip(steps(run), steps(whole[0]), strict=True):
         assert record["step"] <= step or "eval_loss" in record
-        assert _of_training(record) == _of_training(expected)
+        names = [name for name in expected if not name.startswith("eval_")]
+        assert [record[name] for name in names] == [expected[name] for name in names]
     assert_same_weights(run, whole[0])
 
 
@@ -85,15 +81,8 @@ def test_a_run_that_has_ended_goes_on_in_any_layout(whole, toy_trainer, tmp_path
 
 @pytest.mark.slow
 def test_a_dry_run_shows_delays_and_memory(toy_trainer, tmp_path):
-    run = tmp_path / "run"
-    finished = toy_trainer.run("--run-dir", run, "--dry-run", *OPTIONS)
-    for part in (
-        "stage 0  2 1  1.5",
-        "T3 warmup_steps: 4",
-        "weight versions kept: 1",
-        "T2's mean",
-        "this fits",
-    ):
+    finished = toy_trainer.run("--run-dir", tmp_path / "run", "--dry-run", *OPTIONS)
+    for part in ("stage 0  2 1  1.5", "weight versions kept: 1", "T2's mean", "this fits"):
         assert part in finished.out
     assert finished.err == ""
-    assert not run.exists()
+    assert not (tmp_path / "run").exists()

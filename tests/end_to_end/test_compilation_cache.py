@@ -3,18 +3,10 @@
 What XLA loads from the cache runs its collectives in no certain order, and deadlocks.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import limits
 import pytest
-from command import QUICK_COMPILE
+from command import finish, start
 
 pytestmark = pytest.mark.end_to_end
-
-ROOT = Path(__file__).parents[2]
 
 # How many entries the cache gains by one more compilation, after there is a mesh.
 ENTRIES = """
@@ -45,30 +37,6 @@ jaxpipe.Pipeline(
 """
 
 
-def _run(code: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
-    }
-    flags = f"{limits.collectives()} {QUICK_COMPILE}"
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        **variables,
-        "XLA_FLAGS": f"{flags} {variables.get('XLA_FLAGS', '')}",
-    }
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=limits.hang(),
-        check=False,
-    )
-
-
 @pytest.mark.parametrize(
     ("mesh", "variables", "gained"),
     [
@@ -79,7 +47,11 @@ def _run(code: str, cache: Path, **variables: str) -> subprocess.CompletedProces
     ids=["one_device", "two_devices", "four_devices"],
 )
 def test_the_cache_is_used_for_one_device_only(mesh, variables, gained, tmp_path):
-    done = _run(ENTRIES.format(mesh=mesh), tmp_path, **variables)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == gained
-    assert ("is not used" in done.stderr) == (gained == 0)
+    variables |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    done = finish(start("python", "-c", ENTRIES.format(mesh=mesh), **variables))
+    assert int(done.out) == gained
+    assert ("is not used" in done.err) == (gained == 0)

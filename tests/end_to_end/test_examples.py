@@ -1,46 +1,26 @@
-"""The notebook and the examples run as they are; traced examples take less time."""
+"""The notebook, the examples and "Your own model" run as they are; traced ones take less time."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
-import chex
 import jax
-import limits
 import numpy as np
 import pytest
-from command import QUICK_COMPILE
+from command import TOP, finish, start
 
 import jaxpipe
 from jaxpipe import testing
 
-ROOT = Path(__file__).parents[2]
-NOTEBOOK = ROOT / "examples" / "first_pipeline.ipynb"
-LOOP = ROOT / "examples" / "nnx_training_loop.py"
-AROUND_MODELS = sorted({*(ROOT / "examples").glob("*.py")} - {LOOP})
+pytestmark = pytest.mark.end_to_end
 
-
-def run(path: Path) -> str:
-    """What an example prints."""
-    # The tests' own devices are not the user's.
-    variables = {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK_COMPILE}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", path],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=limits.hang(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+LOOP = TOP / "examples" / "nnx_training_loop.py"
+AROUND_MODELS = sorted({*(TOP / "examples").glob("*.py")} - {LOOP})
+examples = pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
 
 
 def script_and_shown(path: Path) -> tuple[str, str]:
@@ -57,11 +37,10 @@ def script_and_shown(path: Path) -> tuple[str, str]:
     return "\n".join(code), "".join(shown)
 
 
-@pytest.mark.end_to_end
 def test_the_notebook_runs_as_it_is_and_shows_what_it_prints(tmp_path):
-    script, shown = script_and_shown(NOTEBOOK)
+    script, shown = script_and_shown(TOP / "examples" / "first_pipeline.ipynb")
     (tmp_path / "notebook.py").write_text(script)
-    printed = run(tmp_path / "notebook.py")
+    printed = finish(start("python", tmp_path / "notebook.py")).out
     assert "   3  F3       F2       F1       F0       \n" in printed
     before, after = printed.split("without a pipeline ")
     assert shown.startswith(f"{before}without a pipeline ")
@@ -76,7 +55,8 @@ def test_the_notebook_runs_as_it_is_and_shows_what_it_prints(tmp_path):
 
 @pytest.mark.slow
 def test_a_loop_of_nnx_has_the_same_losses_with_a_pipeline():
-    pairs = re.findall(r"step \d+: loss (.*), with a pipeline (.*)", run(LOOP))
+    printed = finish(start("python", LOOP)).out
+    pairs = re.findall(r"step \d+: loss (.*), with a pipeline (.*)", printed)
     alone, pipelined = np.array(pairs, float).T
     assert len(alone) == 20
     np.testing.assert_allclose(pipelined, alone, rtol=1e-5)
@@ -84,24 +64,20 @@ def test_a_loop_of_nnx_has_the_same_losses_with_a_pipeline():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
+@examples
 def test_a_model_of_somebody_else_s_is_compared_and_trains(path):
-    printed = run(path)
+    printed = finish(start("python", path)).out
     assert printed.startswith("the pipeline gives what the model gives\n")
     losses = [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < 0.8 * losses[0]
 
 
-def traced_comparison(model, params, batch, *, reference, **options):
-    """A comparison of shapes alone, which compiles nothing."""
-    given = {name: options[name] for name in options.keys() & {"trainable"}}
-    mesh = jaxpipe.make_mesh(stage=2, data=2)
-    pipe = jaxpipe.Pipeline(model, params, schedule="zb-h1", mesh=mesh, **given)
-    got, _ = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, batch)
-    shape = {"num_microbatches": pipe.schedule.num_microbatches, "data_shards": 2}
-    want = jax.eval_shape(partial(reference, **shape, states=None), params, batch, None)
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+def traced_comparison(model, params, batch, *, rng=None, trainable=None, **_):
+    """Traces a pipeline, which compiles nothing, in place of a comparison."""
+    given = {"schedule": "zb-h1", "mesh": jaxpipe.make_mesh(stage=2, data=2)}
+    pipe = jaxpipe.Pipeline(model, params, trainable=trainable, **given)
+    jax.eval_shape(partial(pipe.value_and_grad, rng=rng), pipe.placed_params, batch)
 
 
 def traced_step(train_step):
@@ -121,6 +97,11 @@ def traced_step(train_step):
     return make
 
 
+@pytest.fixture(autouse=True)
+def _devices(monkeypatch):
+    monkeypatch.setattr(testing, "simulate_devices", lambda *_: None)  # there are 8 already
+
+
 @pytest.fixture
 def trace(monkeypatch, capsys):
     """Traces an example to its end, and returns what it prints: 1 for a number that is traced."""
@@ -129,19 +110,16 @@ def trace(monkeypatch, capsys):
         jax.eval_shape(lambda: runpy.run_path(str(path), run_name="__main__") and None)
         return capsys.readouterr().out
 
-    monkeypatch.setattr(testing, "simulate_devices", lambda count: None)  # there are 8 already
     monkeypatch.setattr(jax.core.Tracer, "__format__", lambda _, spec: format(1, spec))
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(TOP / "examples")
     return trace
 
 
-@pytest.mark.end_to_end
 def test_a_loop_of_nnx_is_traced_with_a_pipeline(trace):
     assert trace(LOOP).count(": loss 1.000000, with a pipeline 1.000000\n") == 20
 
 
-@pytest.mark.end_to_end
-@pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
+@examples
 def test_an_example_runs_to_its_end_with_a_pipeline_that_is_traced(path, monkeypatch, trace):
     monkeypatch.setattr(testing, "assert_matches_unpipelined", traced_comparison)
     monkeypatch.setattr(jaxpipe.Pipeline, "train_step", traced_step(jaxpipe.Pipeline.train_step))
@@ -150,13 +128,32 @@ def test_an_example_runs_to_its_end_with_a_pipeline_that_is_traced(path, monkeyp
     assert printed.count(": loss 0.000") == 4
 
 
-@pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
+@examples
 def test_an_example_is_short_and_its_model_knows_nothing_of_pipelines(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 120
     (module,) = set(re.findall(r"^from third_party\.(\w+) import", text, re.MULTILINE))
-    model = (ROOT / "examples" / "third_party" / f"{module}.py").read_text(encoding="utf-8")
+    model = (TOP / "examples" / "third_party" / f"{module}.py").read_text(encoding="utf-8")
     assert "jaxpipe" not in model
     # It compares with the model itself, by default on two meshes.
     assert re.search(r"assert_matches_unpipelined\((.|\n)*?reference=reference", text)
     assert "meshes=" not in text
+
+
+BEFORE, *SECTIONS = (TOP / "docs" / "your-model.md").read_text(encoding="utf-8").split("\n## ")
+
+
+def code(section: str) -> str:
+    return "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+
+
+@pytest.mark.parametrize("is_traced", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("section", [*filter(code, SECTIONS)], ids=lambda s: s.split("\n")[0])
+def test_a_section_of_your_own_model_runs(section, is_traced, monkeypatch):
+    """Those that train run, on one of the two default meshes."""
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    compare = partial(testing.assert_matches_unpipelined, meshes=[mesh])
+    if is_traced and "train_step" not in section:
+        compare = traced_comparison
+    monkeypatch.setattr(testing, "assert_matches_unpipelined", compare)
+    exec(code(BEFORE) + code(section), {"__name__": "__main__"})

@@ -11,16 +11,16 @@ import jax
 import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
-from command import steps, weights
-from pages import blocks, run
+from command import blocks, shell, steps, weights
 
 pytestmark = pytest.mark.end_to_end
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-PAGE = "fine-tuning.md"
+PAGE = "docs/fine-tuning.md"
 # A document is the same three words; a model that has learned them ends after the third.
 DOCUMENT = "the pipeline waits"
+TRAIN = "python train/train.py --config fine-tune.yaml"
 SIZES = {"vocab_size": 300, "num_layers": 4, "width": 32, "num_heads": 4, "sequence_length": 24}
 
 
@@ -50,13 +50,12 @@ def _save_theirs(folder, kind):
             vocab_size=300, max_position_embeddings=24, hidden_size=32, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, **ids,
         )  # fmt: skip
-        model = transformers.LlamaForCausalLM(config)
     else:
         config = transformers.GPT2Config(
             vocab_size=300, n_positions=24, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0.0,
             embd_pdrop=0.0, **ids,
         )  # fmt: skip
-        model = transformers.GPT2LMHeadModel(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(begins=kind == "llama"),
@@ -75,7 +74,7 @@ def followed(request, tmp_path_factory):
     (_save_theirs if HAS_TORCH else _save_ours)(folder / "model", request.param)
     (configuration,) = blocks(PAGE, "yaml")
     (folder / "fine-tune.yaml").write_text(configuration)
-    run(folder, "".join(blocks(PAGE, "sh")))
+    shell(folder, "".join(blocks(PAGE, "sh")))
     return folder, request.param
 
 
@@ -105,19 +104,18 @@ def test_a_run_begins_with_the_weights_of_another(followed):
         "--init-from runs/mine@best --run-dir runs/second --mesh.stage 4 --mesh.data 1 "
         "--pipeline.zero 0 --train.steps 1 --optimizer.warmup-steps 1 --optimizer.peak-lr 1e-30"
     )
-    done = run(folder, f"python train/train.py --config fine-tune.yaml {second}")
-    assert re.search(r"weights of runs/mine, step \d0\n", done.stdout)
-    run(folder, "python -m train.export runs/second --out second")
+    done = shell(folder, f"{TRAIN} {second}")
+    assert re.search(r"weights of runs/mine, step \d0\n", done.out)
+    shell(folder, "python -m train.export runs/second --out second")
     one, two = ((folder / name / "model.safetensors") for name in ("exported", "second"))
     assert one.read_bytes() == two.read_bytes()
 
-    wrong = "--run-dir runs/third --model.width 64 --init-from runs/mine@7 --train.steps 2"
-    done = run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
-    assert "model.width=64 is not that of the weights of init_from=runs/mine@7." in done.stderr
-    wrong = wrong.replace("--model.width 64 ", "")
-    done = run(folder, f"python train/train.py --config fine-tune.yaml {wrong}", status=2)
-    assert "error: init_from=runs/mine@7: step=7 has no checkpoint in folder=" in done.stderr
-    assert "Traceback" not in done.stderr
+    third = f"{TRAIN} --run-dir runs/third --train.steps 2 --init-from runs/mine@7"
+    done = shell(folder, f"{third} --model.width 64", status=2)
+    assert "model.width=64 is not that of the weights of init_from=runs/mine@7." in done.err
+    done = shell(folder, third, status=2)
+    assert "error: init_from=runs/mine@7: step=7 has no checkpoint in folder=" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_transformers_loads_it_and_stops_at_the_end_of_a_text(followed, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from flax import linen, nnx
 
 PATCH = Path(__file__).parents[2] / "examples" / "maxtext" / "pipeline_schedule.patch"
 LAYERS, WIDTH, VOCAB = 4, 8, 16
+SUMS = "xent_sum", "total_weights", "z_loss"
 
 
 class Layer(nnx.Module):
@@ -83,22 +84,18 @@ def loss_fn(model, config, data, dropout_rng, params):
 
 @pytest.fixture
 def patched(monkeypatch):
-    """The module that the patch adds to MaxText."""
+    """The module that the patch, which is short, adds to MaxText."""
     types = ModuleType("common_types")
     types.MODEL_MODE_TRAIN = "train"
     for name in ("maxtext", "maxtext.common", "maxtext.common.common_types"):
         monkeypatch.setitem(sys.modules, name, types)
-    _, text = PATCH.read_text(encoding="utf-8").split(
-        "+++ b/src/maxtext/layers/jaxpipe_schedules.py"
-    )
+    patch = PATCH.read_text(encoding="utf-8")
+    assert len(patch.splitlines()) <= 150
+    _, text = patch.split("+++ b/src/maxtext/layers/jaxpipe_schedules.py")
     lines = text.split("\n--- ")[0].splitlines()
     module = ModuleType("jaxpipe_schedules")
     exec("\n".join(line[1:] for line in lines if line.startswith("+")), vars(module))
     return module
-
-
-def test_the_patch_is_short():
-    assert len(PATCH.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_a_schedule_gives_the_loss_the_sums_and_the_gradients_of_the_loop(patched):
@@ -115,15 +112,10 @@ def test_a_schedule_gives_the_loss_the_sums_and_the_gradients_of_the_loop(patche
         "targets_segmentation": jax.random.randint(keys[2], (16, 6), 0, 3),
     }
     config = SimpleNamespace(
-        pipeline_schedule="zb-v",
-        num_pipeline_microbatches=-1,
-        num_decoder_layers=LAYERS,
-        inhomogeneous_layer_cycle_interval=1,
-        param_scan_axis=1,
-        enable_dropout=True,
-        dropout_rate=0.0,
-        remat_policy="full",
-    )
+        pipeline_schedule="zb-v", num_pipeline_microbatches=-1, num_decoder_layers=LAYERS,
+        inhomogeneous_layer_cycle_interval=1, param_scan_axis=1, enable_dropout=True,
+        dropout_rate=0.0, remat_policy="full",
+    )  # fmt: skip
 
     def loss(model):
         return loss_fn(model, config, data, None, None)
@@ -131,10 +123,7 @@ def test_a_schedule_gives_the_loss_the_sums_and_the_gradients_of_the_loop(patche
     @nnx.jit
     def pipelined(model):
         loss, aux, gradients = patched.value_and_grad(loss_fn, model, config, data)
-        return (
-            loss,
-            {name: aux[name] for name in ("xent_sum", "total_weights", "z_loss")},
-        ), gradients
+        return (loss, {name: aux[name] for name in SUMS}), gradients
 
     with jax.set_mesh(mesh), linen.logical_axis_rules([("rows", ("data", "fsdp"))]):
         want = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(model)

@@ -1,11 +1,21 @@
-"""What a run can do besides: speed, profile, checkpoints by time, skipped steps, evaluation."""
+"""What a run can do besides: a profile, skipped steps, averages, recorded schedules, plans."""
 
 import json
 import re
+from importlib.metadata import EntryPoint
 
+import jax
 import numpy as np
 import pytest
-from command import NUM_STEPS, assert_same_run, back_to, saved, weights
+from command import NUM_STEPS, assert_same_run, back_to, saved, steps, weights
+
+from jaxpipe import cli
+from jaxpipe.planning import configurations
+from jaxpipe.schedule.formats.files import to_json
+from jaxpipe.schedule.generators.depth_first import zb_h1
+from train import checks
+from train.command_line import parse
+from train.step import Setup
 
 pytestmark = pytest.mark.end_to_end
 
@@ -109,3 +119,40 @@ def test_an_average_of_the_weights_is_evaluated_and_begun_with(toy_trainer, tmp_
     assert "The run keeps no average of its weights: its optimizer.ema_decay is 0." in finished.err
     finished = toy_trainer.run("--run-dir", run, "--resume", "--train.steps", 5, status=2)
     assert "optimizer.ema_decay=0.0 cannot continue the state of the checkpoint" in finished.err
+
+
+def test_a_resume_keeps_the_recorded_schedule(toy_trainer, copy):
+    """As if another version of jaxpipe had chosen it."""
+    back_to(copy, 9)
+    path, other = copy / "schedule.json", to_json(zb_h1(2, 2))
+    record = json.loads(path.read_text()) | {"schedule": other, "layer_counts": [3, 1]}
+    path.write_text(json.dumps(record))
+    finished = toy_trainer.run("--run-dir", copy, "--resume")
+    assert f"schedule and partition as recorded in {path}\n" in finished.out
+    assert len(steps(copy)) == NUM_STEPS
+    assert json.loads(path.read_text()) == record
+
+
+def test_the_best_plan_of_a_model_that_fits_no_device_trains_a_narrower_one(
+    trainer, tmp_path, capsys, monkeypatch
+):
+    point = EntryPoint("train", "train.plan:read", configurations.GROUP)
+    monkeypatch.setattr(configurations, "entry_points", lambda group: [point])
+    large, plan = tmp_path / "large.yaml", tmp_path / "plan.yaml"
+    large.write_text(
+        f"data: {{path: {trainer.folder / 'data'}}}\n"
+        "model: {vocab_size: 300, sequence_length: 8, num_layers: 8, width: 8192, num_heads: 1}\n"
+        "optimizer: {warmup_steps: 1}\n"
+        "train: {batch_size: 16, steps: 4, eval_batches: 1}\n"
+    )
+    arguments = ["plan", "--config", str(large), "--device", "h100", "--link", "pcie:1,eth:100"]
+    assert cli.main([*arguments, "--devices", "1"]) == 2
+    assert "is too little for any plan" in capsys.readouterr().err
+    assert cli.main([*arguments, "--devices", "8", "--out", str(plan)]) == 0
+    config = parse(["--config", str(plan), "--model.width", "32"]).config
+    assert config.mesh.num_devices == 8
+    assert checks.check(config, writes=False) == []
+    setup = Setup(config)
+    shapes = setup.state_shapes, setup.batch_shapes, jax.eval_shape(lambda: setup.rng(0))
+    _, values = jax.eval_shape(setup.train_step, *shapes)
+    assert values["loss"].shape == ()

@@ -1,7 +1,6 @@
 """A disk that is full at any write: one line, no finished checkpoint lost, and the run goes on."""
 
 import shutil
-import subprocess
 
 import pytest
 from command import assert_same_run, finish, saved
@@ -14,37 +13,17 @@ SIZES = range(60, 360, 12)
 """From less than the first picture to all of the run, in kilobytes: about every third file."""
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """Gives disks of some size, one after another."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def unmount():
-        subprocess.run(["umount", str(folder)], check=False, capture_output=True)
-
-    def mount(kilobytes):
-        unmount()
-        options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(folder)]
-        if subprocess.run(["mount", *options], check=False).returncode:
-            pytest.skip("a small disk needs the right to mount one")
-        return folder
-
-    yield mount
-    unmount()
-
-
 def _kilobytes(run):
     pages = (-(-path.stat().st_size // (1024 * PAGE)) for path in run.rglob("*") if path.is_file())
     return PAGE * sum(pages)
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_a_disk_of_any_size(unbroken_toy, toy_trainer, disk, tmp_path, part):
+def test_a_disk_of_any_size(unbroken_toy, toy_trainer, small_disk, tmp_path, part):
     assert SIZES[0] < _kilobytes(unbroken_toy) < SIZES[-1] + 100
     for size in SIZES[part::5]:
-        run = disk(size) / "run"
-        finished = finish(toy_trainer.start("--config", toy_trainer.config, "--run-dir", run))
+        run = small_disk(size) / "run"
+        finished = finish(toy_trainer.start("--run-dir", run), None)
         if finished.status != 0:
             assert finished.status == 2, str(finished)
             assert finished.err == (

@@ -35,9 +35,7 @@ def _is_writing(run):
 def _kill_once(toy_trainer, run, options, random_):
     """Starts or continues a run and kills it; returns whether it was killed before its end."""
     done = num_lines(run)
-    process = toy_trainer.start(
-        "--config", toy_trainer.config, "--run-dir", run, "--resume", *options
-    )
+    process = toy_trainer.start("--run-dir", run, "--resume", *options)
     in_a_write = random_.random() < 0.5
     goal, delay = random_.randint(done, min(done + 3, NUM_STEPS)), random_.expovariate(20)
 
@@ -47,7 +45,7 @@ def _kill_once(toy_trainer, run, options, random_):
     if random_.random() < 0.2:  # before the first step
         goal, in_a_write, delay = done, False, random_.uniform(0, 4)
     kill_when(process, ready, number=signal.SIGKILL, delay_seconds=delay)
-    finished = finish(process)
+    finished = finish(process, None)
     assert finished.status in (0, -signal.SIGKILL), str(finished)
     assert "Traceback" not in finished.err, str(finished)
     return finished.status != 0

@@ -35,10 +35,9 @@ def _strike(toy_trainer, run, number, *, at, victim, count=2):
         _wait_for(run, at)
         processes[victim].send_signal(number)
         struck = time.monotonic()
-        others = [finish(one) for n, one in enumerate(processes) if n != victim]
+        others = [finish(one, RESTART) for n, one in enumerate(processes) if n != victim]
     assert time.monotonic() - struck < PATIENCE + limits.scaled(15)
     for other in others:
-        assert other.status == RESTART, str(other)
         assert "Traceback" not in other.err
         assert f"ends with status {RESTART}: start all processes again" in other.err
     return others
@@ -74,7 +73,6 @@ def test_whoever_freezes_or_dies_the_next_start_continues(toy_trainer, tmp_path,
             _wait_for(folder, enough)
             processes[last].send_signal(signal.SIGINT)
             ended = [finish(process) for process in processes]
-        assert [one.status for one in ended] == [0] * count, str(ended)
         assert "asked to stop: saved step" in ended[0].out
         assert saved(folder)[-1] == len(steps(folder))
     losses, expected = ([record["loss"] for record in steps(folder)] for folder in (run, unbroken))
@@ -88,8 +86,7 @@ def test_a_process_that_never_comes_is_named(toy_trainer, tmp_path):
     run = tmp_path / "run"
     with _started(toy_trainer, 2, "--run-dir", run) as processes:
         processes[1].kill()
-        first = finish(processes[0])
-    assert first.status == RESTART, str(first)
+        first = finish(processes[0], RESTART)
     assert first.err == (
         f"error: process 1 of this run has not come within {PATIENCE} s "
         "(distributed.patience_seconds). Start all processes again.\n"

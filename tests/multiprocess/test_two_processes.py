@@ -1,19 +1,20 @@
 """Two processes of four simulated devices on loopback: one run, the losses of one process."""
 
 import os
-import subprocess
-import sys
+import shutil
 
 import numpy as np
 import pytest
 from command import (
+    CHECKPOINT_EVERY,
     NUM_STEPS,
-    TOP,
     Finished,
+    back_to,
     finish,
     flip_a_bit,
     free_address,
     saved,
+    start,
     steps,
     weights,
 )
@@ -30,17 +31,17 @@ _LAYOUT = ("--mesh.stage=4", "--mesh.data=2")
 _TOLERANCE = 1e-5
 
 
-def _run_two(toy_trainer, *options) -> list[Finished]:
+def _run_two(toy_trainer, *options, status=0) -> list[Finished]:
     """Runs a command as two processes; when one fails, neither is left."""
     with toy_trainer.processes(2, *_LAYOUT, *options) as processes:
-        return [finish(process) for process in processes]
+        return [finish(process, status) for process in processes]
 
 
 @pytest.fixture(scope="module")
 def alone(toy_trainer, tmp_path_factory):
     """The same run by one process of eight devices."""
     run = tmp_path_factory.mktemp("alone") / "run"
-    toy_trainer.run("--run-dir", run, *_LAYOUT)
+    toy_trainer.run("--run-dir", run, *_LAYOUT, "--train.keep", 9)
     return run
 
 
@@ -50,41 +51,37 @@ def _assert_close(run, other):
         assert record == pytest.approx(expected, rel=_TOLERANCE)
 
 
-def test_two_processes_train_as_one_and_skip_the_same_damaged_checkpoint(
+def test_two_processes_skip_the_same_damaged_checkpoint_and_train_as_one(
     toy_trainer, alone, tmp_path
 ):
-    run = tmp_path / "run"
-    first, second = _run_two(toy_trainer, "--run-dir", run, "--train.steps", NUM_STEPS)
-    assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
-    # Process 0 alone speaks, and both wrote the checkpoint.
+    run = shutil.copytree(alone, tmp_path / "run")
+    back_to(run, 2 * CHECKPOINT_EVERY)
+    flip_a_bit(run / "checkpoints" / str(2 * CHECKPOINT_EVERY))
+    first, second = _run_two(toy_trainer, "--run-dir", run, "--resume")
+    # Process 0 alone speaks, and both write checkpoints.
     assert "(cpu, 2 processes)" in first.out
+    assert f"skipping checkpoint {2 * CHECKPOINT_EVERY}: state/" in first.out
+    assert f"resuming {run} at step {CHECKPOINT_EVERY}" in first.out
     assert "held-out loss" in first.out
     assert "loss" not in second.out
     assert "Traceback" not in first.err + second.err
-    _assert_close(run, alone)
-    assert saved(run) == saved(alone)
+    for pair in zip(steps(run), steps(alone), strict=True):
+        record, expected = ({str(path): v for path, v in leaves_with_path(r)} for r in pair)
+        assert record == pytest.approx(expected, rel=_TOLERANCE)
+    assert saved(run)[-1] == NUM_STEPS
     for (name, one), (_, two) in zip(weights(run, 9), weights(alone, 9), strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-3, atol=1e-5, err_msg=name)
-
-    flip_a_bit(run / "checkpoints" / str(NUM_STEPS))
-    first, second = _run_two(toy_trainer, "--run-dir", run, "--resume")
-    assert (first.status, second.status) == (0, 0), f"{first}\n{second}"
-    assert f"skipping checkpoint {NUM_STEPS}: state/" in first.out
-    assert f"resuming {run} at step 9" in first.out
-    assert saved(run) == [9, NUM_STEPS]
-    _assert_close(run, alone)
 
 
 @pytest.mark.slow
 def test_one_process_continues_what_two_have_saved(toy_trainer, tmp_path):
+    """Which has its checksums, too."""
     run = tmp_path / "run"
     _run_two(toy_trainer, "--run-dir", run, "--train.steps", NUM_STEPS)
-    finished = toy_trainer.run(
-        "--run-dir", run, "--resume", *_LAYOUT, "--train.steps", NUM_STEPS + 2
-    )
+    more = "--train.steps", NUM_STEPS + 2
+    finished = toy_trainer.run("--run-dir", run, "--resume", *_LAYOUT, *more)
     assert f"resuming {run} at step {NUM_STEPS}" in finished.out
     assert len(steps(run)) == NUM_STEPS + 2
-    # What two processes wrote has its checksums, too.
     assert "skipping" not in finished.out
     assert "carries no checksums" not in finished.out
 
@@ -92,19 +89,12 @@ def test_one_process_continues_what_two_have_saved(toy_trainer, tmp_path):
 @pytest.mark.slow
 def test_processes_that_cannot_start_do_not_wait(toy_trainer, tmp_path):
     run = tmp_path / "run"
-    for finished in _run_two(toy_trainer, "--run-dir", run, "--pipeline.microbatches", 3):
-        assert finished.status == 2
+    for finished in _run_two(toy_trainer, "--run-dir", run, "--pipeline.microbatches=3", status=2):
         assert "pipeline.microbatches=3 does not divide train.batch_size=8" in finished.err
-    assert not run.exists()
-
-
-def test_processes_that_find_the_folder_in_use_all_end(toy_trainer, tmp_path):
-    run = tmp_path / "run"
     lock = RunLock(run, say=print)
     lock.acquire()
     try:
-        for finished in _run_two(toy_trainer, "--run-dir", run, "--resume"):
-            assert finished.status == 2, str(finished)
+        for finished in _run_two(toy_trainer, "--run-dir", run, "--resume", status=2):
             assert f"error: run_dir={run} is in use by process {os.getpid()} on " in finished.err
     finally:
         lock.release()
@@ -129,19 +119,10 @@ distributed.from_first(lambda: 1 // number)
 
 
 def test_what_processes_would_decide_differently_the_first_decides():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TOP), "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", _DIFFER, free_address()]
-    processes = [
-        subprocess.Popen(
-            [*command, str(number)],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for number in range(2)
-    ]
-    first, second = map(finish, processes)
+    command = "python", "-c", _DIFFER, free_address()
+    first, second = (
+        finish(process, 1) for process in [start(*command, number) for number in range(2)]
+    )
     for finished in (first, second):
         assert [line for line in finished.out.splitlines() if "Gloo" not in line] == [
             str({"number": 0, "text": "\u00e4" * 9}),

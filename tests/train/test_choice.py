@@ -9,8 +9,8 @@ import random
 from pathlib import Path
 
 import pytest
+import tiny_tasks
 from rich.console import Console
-from tiny_tasks import TINY
 
 from jaxpipe.runtime.layers.split import chosen_remat
 from jaxpipe.schedule.device_clock import device_clock
@@ -21,36 +21,25 @@ from train import configured, distributed, loop, step
 from train.command_line import load_yaml
 from train.config import Config
 from train.configured import Choice
-from train.errors import ConfigError, Failure
 from train.step import Setup
 
-_GPT = {"vocab_size": 50, "sequence_length": 8, "num_layers": 4, "width": 8, "num_heads": 2}
-_SECTIONS = {
-    "model": _GPT,
-    "mesh": {"stage": 2, "data": 1},
-    "pipeline": {"schedule": "auto", "microbatches": 4, "partition": "equal"},
-    "train": {"batch_size": 8, "steps": 20},
-}
 
-
-def _config(**fields):
-    """A configuration with other values in some fields, their paths written with ``__``."""
-    sections = {name: dict(section) for name, section in _SECTIONS.items()}
-    for path, value in fields.items():
-        section, _, name = path.partition("__")
-        if name:
-            sections.setdefault(section, {})[name] = value
-        else:
-            sections[section] = value
-    return Config(**sections)
+def _config(task="gpt", **sections):
+    """A configuration whose schedule is found; sections add to the fields here."""
+    base = {
+        "model": {"num_layers": 4},
+        "mesh": {"stage": 2, "data": 1},
+        "pipeline": {"schedule": "auto", "microbatches": 4, "partition": "equal"},
+    }
+    merged = {name: base.get(name, {}) | fields for name, fields in sections.items()}
+    return tiny_tasks.config(task, **base | merged)
 
 
 def _choice(config):
     """The configured schedule, with as many layers in every chunk."""
-    chunks = configured.order(config).placement.num_virtual_stages
-    layers = config.model.num_layers
-    counts = (layers // chunks,) * chunks
-    return Choice(configured.order(config), counts, (1.0,) * sum(counts), "split")
+    order, layers = configured.order(config), config.num_layers
+    chunks = order.placement.num_virtual_stages
+    return Choice(order, (layers // chunks,) * chunks, (1.0,) * layers, "split")
 
 
 @pytest.fixture
@@ -74,57 +63,47 @@ def test_the_first_command_trains_with_little_bubble():
 
 
 def test_auto_places_a_models_layers_unless_they_are_placed():
-    config = _config(pipeline__microbatches=2, costs={"message": 9.0})
-    assert configured.order(config).num_chunks == 1
-    told = _config(pipeline__microbatches=2, pipeline__partition="1,1,1,1")
-    assert configured.order(told).num_chunks == 2
+    few = {"microbatches": 2}
+    assert configured.order(_config(pipeline=few, costs={"message": 9.0})).num_chunks == 1
+    placed = few | {"partition": "1,1,1,1"}
+    assert configured.order(_config(pipeline=placed)).num_chunks == 2
 
 
 def test_auto_counts_that_later_slices_take_longer():
     """zb-h2, whose long warm-up is slack for later slices; without attention, two chunks."""
-    sliced = {"mesh__stage": 4, "pipeline__sequence_slices": 4}
+    sliced = {"mesh": {"stage": 4}, "pipeline": {"sequence_slices": 4}, "model": {"num_layers": 8}}
     for attention, chunks in ((0.0, 2), (0.5, 1)):
-        config = _config(model=_GPT | {"num_layers": 8}, **sliced, costs={"attention": attention})
+        config = _config(**sliced, costs={"attention": attention})
         found = configured.searched(config, [1.0] * 8)
         assert (found.num_slices, found.num_chunks) == (4, chunks)
 
 
-def test_a_choice_is_read_as_it_was_written(path, recorded):
+def test_only_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded):
     assert configured.read_choice(path, _config()) == recorded
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-def test_only_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded):
-    for other in (
-        *({"train__steps": 50}, {"train__batch_size": 16}, {"mesh__data": 2}),
-        *({"optimizer__peak_lr": 0.1}, {"model__dropout": 0.1}, {"run_dir": "elsewhere"}),
+    for section, fields in (
+        *(("train", {"steps": 50}), ("train", {"batch_size": 16}), ("mesh", {"data": 2})),
+        *(("optimizer", {"peak_lr": 0.1}), ("model", {"dropout": 0.1}), ("data", {"path": "b"})),
+        ("pipeline", {"remat": "none"}),  # as before there was "auto"
     ):
-        assert configured.read_choice(path, _config(**other)) == recorded, other
-    for other in (
-        *({"mesh__stage": 4}, {"model__num_layers": 8}, {"pipeline__schedule": "1f1b"}),
-        *({"pipeline__microbatches": 8}, {"pipeline__chunks": 2}, {"pipeline__memory_limit": 1.0}),
-        *({"pipeline__partition": "flops"}, {"pipeline__stage_memory": 1.0}),
-        *({"pipeline__remat": "full"}, {"costs__b": 2.0}, {"costs__message": 0.5}),
-        {"task": "bert", "model": {"num_layers": 4}},
+        assert configured.read_choice(path, _config(**{section: fields})) == recorded, fields
+    for section, fields in (
+        *(("mesh", {"stage": 4}), ("model", {"num_layers": 8}), ("pipeline", {"microbatches": 8})),
+        *(("pipeline", {"schedule": "1f1b"}), ("pipeline", {"chunks": 2})),
+        *(("pipeline", {"memory_limit": 1.0}), ("pipeline", {"stage_memory": 1.0})),
+        *(("pipeline", {"partition": "flops"}), ("pipeline", {"remat": "full"})),
+        *(("costs", {"b": 2.0}), ("costs", {"message": 0.5})),
     ):
-        assert configured.read_choice(path, _config(**other)) is None, other
+        assert configured.read_choice(path, _config(**{section: fields})) is None, fields
+    assert configured.read_choice(path, _config("bert")) is None
 
 
 def test_with_a_memory_limit_what_takes_memory_decides(path):
-    config = _config(pipeline__stage_memory=1.0)
-    configured.write_choice(path, config, _choice(config))
-    assert configured.read_choice(path, config) is not None
-    assert configured.read_choice(path, _config(pipeline__stage_memory=1.0, mesh__data=2)) is None
-    assert (
-        configured.read_choice(path, _config(pipeline__stage_memory=1.0, train__batch_size=16))
-        is None
-    )
-
-
-def test_a_choice_of_an_earlier_default_goes_on(path, recorded):
-    record = json.loads(path.read_text())
-    assert record["settings"]["pipeline.remat"] == "none"  # as before there was "auto"
-    assert configured.read_choice(path, _config(pipeline__remat="none")) == recorded
+    limit = {"pipeline": {"stage_memory": 1.0}}
+    configured.write_choice(path, _config(**limit), _choice(_config(**limit)))
+    assert configured.read_choice(path, _config(**limit)) is not None
+    for other in ({"mesh": {"data": 2}}, {"train": {"batch_size": 16}}):
+        assert configured.read_choice(path, _config(**limit, **other)) is None
 
 
 def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
@@ -133,7 +112,7 @@ def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
     record["settings"]["pipeline.forgotten"] = 3
     path.write_text(json.dumps(record))
     assert configured.read_choice(path, _config()) == recorded
-    assert configured.read_choice(path, _config(pipeline__weight_slots=2)) is None
+    assert configured.read_choice(path, _config(pipeline={"weight_slots": 2})) is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +124,7 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     elif kind != "whole":
         path.unlink()
     if kind == "of other settings":
-        configured.write_choice(path, _config(costs__b=2.0), recorded)
+        configured.write_choice(path, _config(costs={"b": 2.0}), recorded)
     if kind == "a folder":
         path.mkdir()
     if kind == "nested":
@@ -164,20 +143,20 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     assert said.getvalue().count("\n") == (kind in lines)
 
 
-_WHOLE = to_json(_choice(_config()).schedule)
-
-
 def test_a_damaged_record_is_refused_in_one_line(path, recorded):
-    whole = json.loads(path.read_text())
+    record, schedule = json.loads(path.read_text()), to_json(recorded.schedule)
+    other = (
+        _config(mesh={"stage": 4}, model={"num_layers": 8}),
+        _config(pipeline={"microbatches": 6}),
+    )
     for field, value in (
         *(("settings", None), ("settings", [1]), ("schedule", None), ("schedule", {})),
-        ("schedule", _WHOLE | {"orders": _WHOLE["orders"][::-1]}),
-        ("schedule", to_json(configured.order(_config(mesh__stage=4, model__num_layers=8)))),
-        ("schedule", to_json(configured.order(_config(pipeline__microbatches=6)))),
+        ("schedule", schedule | {"orders": schedule["orders"][::-1]}),
+        *(("schedule", to_json(configured.order(config))) for config in other),
         *(("layer_counts", counts) for counts in (None, [4], [4, 0], [2, 3], ["2", "2"])),
         *(("layer_costs", costs) for costs in ([1.0], [1.0, 1.0, 1.0, float("nan")], "1111")),
     ):
-        path.write_text(json.dumps(whole | {field: value}))
+        path.write_text(json.dumps(record | {field: value}))
         with pytest.raises(ValueError, match=r"\A.+\Z"):  # one line, whatever is damaged
             configured.read_choice(path, _config())
 
@@ -199,8 +178,7 @@ def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
 def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
     own = tmp_path / "own.csv"
     own.write_text("0F0,0B0,0F1,0B1\n,1F0,1B0,1F1,1B1\n")
-    fields = {"pipeline__schedule": str(own), "pipeline__microbatches": 2}
-    config = _config(**fields)
+    config = _config(pipeline={"schedule": str(own), "microbatches": 2})
     configured.write_choice(path, config, _choice(config))
     assert configured.read_choice(path, config) is not None
     configured.order.cache_clear()
@@ -210,11 +188,10 @@ def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
 
 def test_a_program_keeps_what_was_recorded(monkeypatch):
     """Whatever a newer version would find or measure."""
-    config = _config(pipeline__partition="1,1,1,1")
-    found = _choice(config)
-    order = configured.order(_config(pipeline__schedule="v-min"))
-    other = Choice(order, (1, 1, 1, 1), (1.0,) * 4, "split")
-    assert other.schedule.orders != found.schedule.orders
+    config = _config(pipeline={"partition": "1,1,1,1"})
+    other = _choice(_config(pipeline={"schedule": "v-min"}))
+    choices = _choice(config), other
+    assert other.schedule.orders != choices[0].schedule.orders
 
     def fail(*args, **options):
         raise AssertionError("searched again")
@@ -222,21 +199,15 @@ def test_a_program_keeps_what_was_recorded(monkeypatch):
     monkeypatch.setattr(configured, "order", fail)
     monkeypatch.setattr(step, "layer_costs", fail)
     monkeypatch.setattr(step, "end_costs", fail)
-    for kept in (found, other):
+    for kept in choices:
         setup = Setup(config, kept)
         assert setup.choice == kept
         assert setup.pipe.table.schedule == kept.schedule
 
 
 def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
-    sections = {
-        "task": "resnet",
-        "model": TINY["resnet"],
-        "mesh": {"stage": 2, "data": 1},
-        "pipeline": {"schedule": "1f1b", "microbatches": 2, "partition": "measured"},
-        "train": {"batch_size": 4, "steps": 20},
-    }
-    config, costs = Config(**sections), [9.0, 1.0, 1.0, 1.0]
+    pipeline, costs = {"schedule": "1f1b", "partition": "measured"}, [9.0, 1.0, 1.0, 1.0]
+    config = tiny_tasks.config("toy_family:Uneven", pipeline=pipeline)
 
     def measure(pipe, batch, rng, *, measure):
         assert measure
@@ -254,26 +225,9 @@ def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
 
 
 def test_all_processes_use_the_choice_of_the_first(monkeypatch):
-    config, first = _config(), _choice(_config(pipeline__schedule="zb-v"))
+    first = _choice(_config(pipeline={"schedule": "zb-v"}))
     monkeypatch.setattr(distributed, "from_first", lambda make: first.to_json())
-    assert Setup(config).schedule == first.schedule
-
-
-def test_what_the_first_process_says_or_refuses():
-    assert distributed.from_first(lambda: {"a": (1, 0.1)}) == {"a": [1, 0.1]}
-
-    def refuse():
-        raise ConfigError([Failure("a=1 is wrong.", ("a",)), Failure("b=2 is wrong.", ("b",))])
-
-    with pytest.raises(ConfigError) as caught:
-        distributed.from_first(refuse)
-    assert caught.value.failures[1] == Failure("b=2 is wrong.", ("b",))
-
-    def fail():
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        distributed.from_first(fail)
+    assert Setup(_config()).schedule == first.schedule
 
 
 def test_weights_are_unrolled_on_gpus_where_it_pays():

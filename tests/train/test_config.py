@@ -3,14 +3,11 @@
 import contextlib
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
-from train import command_line, config, errors, tasks
-
-TOP = Path(__file__).resolve().parents[2]
+from train import checks, command_line, config, errors, tasks
 
 TAGS = [name for name in yaml.SafeLoader.yaml_constructors if name is not None]
 
@@ -43,23 +40,18 @@ def test_the_command_line_wins_over_the_file_over_the_defaults(tmp_path):
     assert invocation.failures == ()
 
 
+SCRIPTED = (
+    *("--run-dir=a", "--mesh.stage=2", "--mesh.data=1", "--pipeline.schedule=gpipe"),
+    *("--pipeline.chunks=2", "--pipeline.microbatches=4", "--pipeline.remat=full"),
+    *("--pipeline.zero=1", "--train.steps=5", "--train.batch-size=16", "--train.seed=1"),
+)
+
+
 def test_names_that_others_script_against():
-    options = {
-        "--run-dir": "somewhere",
-        "--mesh.stage": "2",
-        "--mesh.data": "1",
-        "--pipeline.schedule": "gpipe",
-        "--pipeline.chunks": "2",
-        "--pipeline.microbatches": "4",
-        "--pipeline.remat": "full",
-        "--pipeline.zero": "1",
-        "--train.steps": "5",
-        "--train.batch-size": "16",
-        "--train.seed": "1",
-    }
-    values = command_line.parse([word for pair in options.items() for word in pair]).config.flat()
-    for option, text in options.items():
-        assert str(values[option.removeprefix("--").replace("-", "_")]) == text
+    values = command_line.parse(list(SCRIPTED)).config.flat()
+    for option in SCRIPTED:
+        name, text = option.removeprefix("--").split("=")
+        assert str(values[name.replace("-", "_")]) == text
 
 
 def test_yaml_round_trip(tmp_path):
@@ -70,15 +62,13 @@ def test_yaml_round_trip(tmp_path):
     assert again.config.sample.top_k is None
 
 
-@pytest.mark.parametrize("path", sorted(TOP.glob("configs/*.yaml")), ids=lambda path: path.name)
-def test_shipped_configurations_parse(path):
-    assert _messages(path) == []
-
-
-@pytest.mark.parametrize("number", ["3e-4", "3E-4", "3.0e-4", "+3e-4"])
-def test_numbers_as_people_write_them(tmp_path, number):
-    path = _write(tmp_path, f"optimizer: {{peak_lr: {number}}}")
-    assert command_line.parse(["--config", str(path)]).config.optimizer.peak_lr == 3e-4
+def test_numbers_as_people_write_them_and_sections_that_are_merged(tmp_path):
+    for number in ("3e-4", "3E-4", "3.0e-4", "+3e-4"):
+        path = _write(tmp_path, f"optimizer: {{peak_lr: {number}}}")
+        assert command_line.parse(["--config", str(path)]).config.optimizer.peak_lr == 3e-4
+    path = _write(tmp_path, "mesh: {stage: 3, <<: {data: 1}}\n")
+    mesh = command_line.parse(["--config", str(path)]).config.mesh
+    assert (mesh.stage, mesh.data) == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +89,10 @@ def test_numbers_as_people_write_them(tmp_path, number):
         ("task: [gpt]\nmodel: {depth: 3}", "task=['gpt'] in {path}: must be text."),
         ("task: gtp\nmodel: {depth: 3}", "or module:Class of your own. Nearest valid: gpt."),
         ("task: mesh\nmesh: {stage: 2}", "task='mesh' in {path}: must be one of 'bert', 'gpt', "),
+        (
+            "task: resnet\nresnet: {dept: 14}",
+            "model.dept in {path} is not a field. Nearest valid: m",
+        ),
         ("task: resnet\nmodel: 3", "model=3 in {path}: must be a section with fields."),
         ("pipeline: 1f1b", "pipeline='1f1b' in {path}: must be a section with fields."),
         ("mesh:", "mesh=None in {path}: must be a section with fields."),
@@ -161,27 +155,14 @@ def test_no_tag_ends_in_a_traceback(tmp_path):
             command_line.validate(command_line.load_yaml(path), source="a")
 
 
-def test_sections_may_be_merged(tmp_path):
-    path = _write(tmp_path, "mesh: {stage: 3, <<: {data: 1}}\n")
-    mesh = command_line.parse(["--config", str(path)]).config.mesh
-    assert (mesh.stage, mesh.data) == (3, 1)
-
-
-def test_binary_file(tmp_path):
-    path = tmp_path / "run.yaml"
+def test_files_that_are_no_text_missing_or_empty(tmp_path):
+    path = _write(tmp_path, "")
+    assert command_line.parse(["--config", str(path)]).config == config.Config()
+    with pytest.raises(errors.ConfigError, match=r"does not exist. Files there: .*run\.yaml"):
+        command_line.parse(["--config", str(tmp_path / "runs.yaml")])
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(errors.ConfigError, match="cannot be read as YAML"):
         command_line.parse(["--config", str(path)])
-
-
-def test_missing_file_lists_its_neighbors(tmp_path):
-    _write(tmp_path, "")
-    with pytest.raises(errors.ConfigError, match=r"does not exist. Files there: .*run\.yaml"):
-        command_line.parse(["--config", str(tmp_path / "runs.yaml")])
-
-
-def test_an_empty_file_is_the_defaults(tmp_path):
-    assert command_line.parse(["--config", str(_write(tmp_path, ""))]).config == config.Config()
 
 
 @pytest.mark.parametrize(
@@ -200,38 +181,31 @@ def test_command_line_errors_end_with_status_2(capsys, options, expected):
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("task", "from_file"), [*zip(tasks.names(), (False, True, True, False), strict=True)]
-)
-def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task, from_file):
+@pytest.mark.parametrize("task", [*tasks.names(), "toy_family:Toy"])
+def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task):
+    """Whether the task is that of a file or of the command line."""
     path = _write(tmp_path, f"task: {task}")
-    with pytest.raises(SystemExit) as exit_:
-        command_line.parse(
-            ["--help", *(["--config", str(path)] if from_file else ["--task", task])]
-        )
-    assert exit_.value.code == 0
-    shown = set(re.findall(r"^\W (?:-h, )?(--[a-z][\w.-]*)", capsys.readouterr().out, re.MULTILINE))
-    fields = {f"--{path.replace('_', '-')}" for path in config.Config(task=task).flat()}
-    assert shown == fields | {"--help", "--config", "--resume", "--dry-run", "--evaluate"}
+    for options in (["--config", str(path)], ["--task", task]):
+        with pytest.raises(SystemExit) as exit_:
+            command_line.parse(["--help", *options])
+        assert exit_.value.code == 0
+        printed = capsys.readouterr().out
+        shown = set(re.findall(r"^\W (?:-h, )?(--[a-z][\w.-]*)", printed, re.MULTILINE))
+        fields = {f"--{path.replace('_', '-')}" for path in config.Config(task=task).flat()}
+        assert shown == fields | {"--help", "--config", "--resume", "--dry-run", "--evaluate"}
+    if task == "toy_family:Toy":  # whose docstring describes its fields
+        assert "Size of the residual stream. (default: 3)" in printed
 
 
-OLDER = {
-    "run_dir": "r",
-    "task": "resnet",
-    "model": {"num_heads": 2},
-    "bert": {},
-    "mesh": {"data": 4},
-}
+RESNET = {"run_dir": "r", "task": "resnet", "mesh": {"data": 4}}
+OTHERS = {"model": {"num_heads": 2}, "bert": {}, "transformer": {"width": 8}}
 
 
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
         # As older versions wrote it into run folders and checkpoints: every family's section.
-        (
-            OLDER | {"resnet": {"depth": 14}, "transformer": {"width": 8}},
-            {"run_dir": "r", "task": "resnet", "mesh": {"data": 4}, "model": {"depth": 14}},
-        ),
+        (RESNET | OTHERS | {"resnet": {"depth": 14}}, RESNET | {"model": {"depth": 14}}),
         # As people wrote it.
         ({"task": "bert", "bert": {"width": 8}}, {"task": "bert", "model": {"width": 8}}),
         ({"task": "gpt", "model": {"width": 8}}, {"task": "gpt", "model": {"width": 8}}),
@@ -247,12 +221,6 @@ def test_files_of_older_versions(tmp_path, capsys, raw, expected):
     assert found.failures == ()
     assert found.config == config.Config(**expected)
     assert ("pipeline.slices" in capsys.readouterr().err) == ("slices" in raw.get("pipeline", {}))
-
-
-def test_wrong_names_in_the_section_of_an_older_file(tmp_path):
-    path = _write(tmp_path, "task: resnet\nresnet: {dept: 14}\n")
-    (message,) = _messages(path)
-    assert f"model.dept in {path} is not a field. Nearest valid: model.depth" in message
 
 
 def test_options_of_older_versions_are_refused_with_their_new_names():
@@ -274,3 +242,41 @@ def test_another_task_than_that_of_the_file(tmp_path):
     assert sorted(fields) == [("model.depth",), ("model.norm",)]
     assert invocation.config.task == "gpt"
     assert (invocation.config.model.width, invocation.config.mesh.data) == (8, 3)
+
+
+# A model family of somebody's own.
+
+TOY = "toy_family:Toy"
+
+
+def test_what_is_wrong_with_it_is_said_with_all_else(tmp_path):
+    path = _write(tmp_path, f"task: {TOY}\nmodel: {{widht: 3, activation: tan, noise: no}}\n")
+    assert _messages(path) == [
+        f"model.activation='tan' in {path}: must be one of 'tanh' or 'sin'. Nearest valid: tanh.",
+        f"model.noise=False in {path}: must be a number.",
+        f"model.widht in {path} is not a field. Nearest valid: model.width, model.noise.",
+    ]
+    sections = {"model": {"width": 0, "num_layers": 3}, "optimizer": {"warmup_steps": 999}}
+    found = checks.check(config.Config(task=TOY, **sections), writes=False)
+    assert [failure.fields[0] for failure in found] == [
+        *("model.width", "model.num_layers", "optimizer.warmup_steps"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("gtp", "'gpt', 'resnet' or 'transformer', or module:Class of your own"),
+        ("toy_famly:Toy", "No module named 'toy_famly'"),
+        ("toy_family:Numbers", "toy_family defines no Numbers that is one"),
+    ],
+)
+def test_families_that_do_not_exist_are_refused(tmp_path, task, expected):
+    """Of a file beside what else is wrong with it; of the command line at once."""
+    (message,) = _messages(_write(tmp_path, f"task: {task}\nmodel: {{depth: 3}}\n"))
+    path = _write(tmp_path, "")
+    with pytest.raises(errors.ConfigError) as error:
+        command_line.parse(["--config", str(path), "--task", task])
+    for said in (message, str(error.value)):
+        assert said.startswith(f"task={task!r} in ")
+        assert expected in said

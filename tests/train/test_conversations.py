@@ -44,20 +44,21 @@ FORGETS = """\
 CONVERSATIONS = [
     [("system", "be brief"), ("user", "how are you?"), ("assistant", "fine")],
     [
-        ("user", "</s> ends"),
-        ("assistant", "hm!it does"),
-        ("user", "ö\u2028?"),
-        ("assistant", "so!yes"),
+        *(("user", "</s> ends"), ("assistant", "hm!it does")),
+        *(("user", "ö\u2028?"), ("assistant", "so!yes")),
     ],
     [("user", "two"), ("assistant", "2"), ("user", "and?")],
 ]
 
+LINES = "{", "[]", '{"messages": 3}', '{"messages": [{"content": "a"}]}'
+"""Lines that are no conversation."""
 
-def _folder(tmp_path, template=CHATML, **fields):
+
+def _folder(tmp_path, template=CHATML):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     byte_tokenizer(begins=True).save(str(folder / "tokenizer.json"))
-    fields = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template} | fields
+    fields = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     return folder
 
@@ -147,51 +148,36 @@ def test_packed_rows_give_the_loss_of_the_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("conversations", "message"),
+    ("conversations", "template", "message"),
     [
-        ([[("user", "a")]] * 2, 'line [12]: no message has the role "assistant"'),
-        (
-            [[("critic", "a"), ("assistant", "b")]] * 2,
-            "the chat template refuses it: a critic spea",
+        ([[("user", "a")]] * 2, CHATML, 'line [12]: no message has the role "assistant"'),
+        ([[("critic", "a"), ("assistant", "b")]] * 2, CHATML, "refuses it: a critic speaks"),
+        ([[("user", None), ("assistant", "b")]] * 2, CHATML, "refuses it: unsupported operand"),
+        (CONVERSATIONS[:1], CHATML, "holds 1 conversations. At least 2 are needed"),
+        *(
+            (line, CHATML, 'line 4: every line must be {"messages": .{"role": "us')
+            for line in LINES
         ),
-        (CONVERSATIONS[:1], "holds 1 conversations. At least 2 are needed"),
+        (CONVERSATIONS, "{% if %}", "cannot be read"),
         (
-            [[("user", None), ("assistant", "b")]] * 2,
-            "the chat template refuses it: unsupported op",
+            CONVERSATIONS,
+            None,
+            "no chat template: neither chat_template.jinja, nor a chat_template in",
         ),
+        (CONVERSATIONS, "{{ messages|length }}", "does not continue with message"),
     ],
 )
 def test_conversations_that_give_nothing_to_learn_are_named(
-    tmp_path, capsys, conversations, message
+    tmp_path, capsys, conversations, template, message
 ):
-    options = "--tokenizer", _folder(tmp_path), "--conversations", _file(tmp_path, conversations)
+    path = _file(tmp_path, CONVERSATIONS if isinstance(conversations, str) else conversations)
+    if isinstance(conversations, str):
+        path.write_text(path.read_text() + conversations)
+    options = "--tokenizer", _folder(tmp_path, template), "--conversations", path
     assert main([*map(str, options), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error)
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"messages": 3}', '{"messages": [{"content": "a"}]}'])
-def test_a_line_that_is_no_conversation_is_named(tmp_path, capsys, line):
-    path = _file(tmp_path)
-    path.write_text(path.read_text() + "\n" + line)
-    options = "--tokenizer", _folder(tmp_path), "--conversations", path
-    assert main([*map(str, options), "--out", str(tmp_path / "out")]) == 2
-    assert 'line 5: every line must be {"messages": [{"role": "us' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% if %}", "cannot be read"),
-        (None, "holds no chat template: neither chat_template.jinja, nor a chat_template in"),
-        ("{{ messages|length }}", "does not continue with message"),
-    ],
-)
-def test_a_template_that_lays_nothing_out_is_refused(tmp_path, capsys, template, message):
-    options = "--tokenizer", _folder(tmp_path, template), "--conversations", _file(tmp_path)
-    assert main([*map(str, options), "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_a_template_has_a_file_or_a_name(tmp_path):

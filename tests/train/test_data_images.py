@@ -1,10 +1,17 @@
 """Images: those inside packages, folders of files, and what bad ones get."""
 
+import dataclasses
+import os
+
+import jax
 import numpy as np
 import pytest
+import tiny_tasks
 from PIL import Image
+from sklearn.datasets import load_digits
 
-from train.data import images
+from train import checks, tasks
+from train.data import images, stream
 from train.prepare.images import (
     ImageOptions,
     LabelledImages,
@@ -35,30 +42,23 @@ def options(folder, tmp_path):
 )
 def test_images_inside_packages(tmp_path, source, count, shape):
     meta = prepare(ImageOptions(out=tmp_path, source=source))
-    sides = images.load(tmp_path)
-    assert [len(side) for side in sides] == [meta.train, meta.heldout]
+    train, heldout = images.load(tmp_path)
+    assert [len(train), len(heldout)] == [meta.train, meta.heldout]
     assert meta.train + meta.heldout == count
     # A hash decides, so the share is near what was asked for.
     assert meta.heldout / count == pytest.approx(0.2, abs=0.03)
-    batch = sides[0].read(np.arange(meta.train), np.zeros((meta.train, 3)))
-    assert batch["images"].dtype == np.float32
+    batch = train.read(np.arange(meta.train), np.zeros((meta.train, 3)))
+    assert (batch["images"].dtype, batch["labels"].dtype) == (np.float32, np.int32)
     assert batch["images"].shape == (meta.train, *shape)
-    assert batch["labels"].dtype == np.int32
     assert batch["images"].mean() == pytest.approx(0, abs=1e-4)
     assert batch["images"].std() == pytest.approx(1, abs=1e-4)
-    for side in sides:
-        assert set(side.labels.tolist()) == set(range(10))
-    seen = {image.tobytes() for image in sides[0].pixels}
-    assert not seen & {image.tobytes() for image in sides[1].pixels}
-
-
-def test_digits_are_those_of_the_package(tmp_path):
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    collected = collect_images(ImageOptions(out=tmp_path))
-    np.testing.assert_array_equal(collected.labels, digits.target)
-    np.testing.assert_array_equal(np.round(collected.pixels[..., 0] / 255 * 16), digits.images)
+    assert {*train.labels.tolist()} == {*heldout.labels.tolist()} == {*range(10)}
+    seen = {image.tobytes() for image in train.pixels}
+    assert not seen & {image.tobytes() for image in heldout.pixels}
+    if source == "digits":
+        digits, collected = load_digits(), collect_images(ImageOptions(out=tmp_path))
+        np.testing.assert_array_equal(collected.labels, digits.target)
+        np.testing.assert_array_equal(np.round(collected.pixels[..., 0] / 255 * 16), digits.images)
 
 
 def test_a_folder_of_images_comes_back_as_written(options):
@@ -75,13 +75,6 @@ def test_a_folder_of_images_comes_back_as_written(options):
     assert found == {20 * n: "cat" if n % 2 else "dog" for n in range(12)}
 
 
-def test_one_colour_image_makes_all_of_them_colour_images(folder, options):
-    Image.new("RGB", (7, 5), (10, 20, 30)).save(folder / "cat" / "red.png")
-    collected = collect_images(options)
-    assert collected.pixels.shape == (13, 5, 7, 3)
-    assert [10, 20, 30] in collected.pixels[:, 0, 0].tolist()
-
-
 def test_equal_images_are_on_one_side():
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (200, 3, 3, 1), np.uint8).repeat(2, axis=0)
@@ -95,44 +88,27 @@ def test_equal_images_are_on_one_side():
 
 
 def test_images_of_different_sizes_need_a_size(folder, options):
-    Image.new("L", (9, 9)).save(folder / "cat" / "99.png")
-    with pytest.raises(
-        ValueError, match=r"cat/01.png has 7 x 5 pixels, cat/99.png has 9 x 9\. .*--image-size 5"
-    ):
+    """And one colour image makes all of them colour images."""
+    Image.new("RGB", (9, 9), (10, 20, 30)).save(folder / "cat" / "99.png")
+    message = r"cat/01.png has 7 x 5 pixels, cat/99.png has 9 x 9\. .*--image-size 5"
+    with pytest.raises(ValueError, match=message):
         prepare(options)
-    resized = ImageOptions(out=options.out, source=options.source, image_size=6)
-    assert collect_images(resized).pixels.shape == (13, 6, 6, 1)
-
-
-def _truncate(folder):
-    path = folder / "cat" / "01.png"
-    path.write_bytes(path.read_bytes()[:50])
-
-
-def _write_text(folder):
-    (folder / "dog" / "notes.txt").write_text("woof")
-
-
-def _empty_class(folder):
-    (folder / "bird").mkdir()
-
-
-def _one_class(folder):
-    (folder / "dog").rename(folder / ".dog")
-
-
-def _deep(folder):
-    Image.fromarray(np.full((5, 7), 40_000, np.uint16)).save(folder / "dog" / "deep.png")
+    collected = collect_images(dataclasses.replace(options, image_size=6))
+    assert collected.pixels.shape == (13, 6, 6, 3)
+    assert [10, 20, 30] in collected.pixels[:, 0, 0].tolist()
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, "cannot read cat/01.png as an image"),
-        (_write_text, "cannot read dog/notes.txt as an image"),
-        (_empty_class, "found bird without images"),
-        (_one_class, "at least two subfolders.*found 1 subfolders"),
-        (_deep, "dog/deep.png has more than 8 bits per channel"),
+        (lambda f: os.truncate(f / "cat" / "01.png", 50), "cannot read cat/01.png as an image"),
+        (lambda f: (f / "dog" / "a.txt").write_text("woof"), "cannot read dog/a.txt as an image"),
+        (lambda f: (f / "bird").mkdir(), "found bird without images"),
+        (lambda f: (f / "dog").rename(f / ".dog"), "at least two subfolders.*found 1 subfolders"),
+        (
+            lambda f: Image.fromarray(np.full((5, 7), 40_000, np.uint16)).save(f / "dog" / "a.png"),
+            "dog/a.png has more than 8 bits per channel",
+        ),
     ],
 )
 def test_a_malformed_folder_is_refused(folder, options, damage, message):
@@ -142,22 +118,28 @@ def test_a_malformed_folder_is_refused(folder, options, damage, message):
     assert not options.out.exists()
 
 
-def test_wrong_options_are_named_at_once(tmp_path):
-    wrong = ImageOptions(out=tmp_path / "out", source="digit", image_size=0, heldout_fraction=2)
-    with pytest.raises(ValueError, match="neither digits nor mnist") as error:
-        prepare(wrong)
-    for part in ("--source=digit is", "Nearest valid: digits", "--image-size=0", "fraction=2 must"):
-        assert part in str(error.value)
-    with pytest.raises(ValueError, match="--image-size=9 is for a folder of images"):
-        prepare(ImageOptions(out=tmp_path / "out", image_size=9))
-    with pytest.raises(ValueError, match="nowhere is neither"):
-        prepare(ImageOptions(out=tmp_path / "out", source="nowhere"))
-
-
-def test_a_class_without_images_to_train_on_is_refused(options):
-    for fraction, message in ((1 - 1e-9, "no image of cat, dog to train on"), (1e-9, "held-out")):
-        with pytest.raises(ValueError, match=message):
-            prepare(ImageOptions(out=options.out, source=options.source, heldout_fraction=fraction))
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        (
+            {"source": "digit", "image_size": 0, "heldout_fraction": 2},
+            (
+                "--source=digit is neither digits nor mnist",
+                "Nearest valid: digits",
+                "size=0",
+                "=2 must",
+            ),
+        ),
+        ({"source": "digits", "image_size": 9}, ("--image-size=9 is for a folder of images",)),
+        ({"source": "nowhere"}, ("nowhere is neither",)),
+        ({"heldout_fraction": 1 - 1e-9}, ("no image of cat, dog to train on",)),
+        ({"heldout_fraction": 1e-9}, ("held-out",)),
+    ],
+)
+def test_wrong_options_are_named_at_once(options, changes, messages):
+    with pytest.raises(ValueError, match=messages[0]) as error:
+        prepare(dataclasses.replace(options, **changes))
+    assert all(message in str(error.value) for message in messages)
 
 
 def test_damaged_arrays_are_noticed(options):
@@ -184,3 +166,20 @@ def test_accuracy_and_the_majority_guess():
     assert images.accuracy(np.array([1, 2, 3, 3]), np.array([1, 2, 3, 4])) == 0.75
     train, heldout = np.array([2, 2, 2, 0, 1]), np.array([2, 1, 0, 2])
     assert images.majority_accuracy(train, heldout) == 0.5
+
+
+def test_images_become_the_batches_the_step_wants(tmp_path):
+    prepare(ImageOptions(out=tmp_path / "digits"))
+    settings = tiny_tasks.config("resnet", data={"path": str(tmp_path / "digits")})
+    assert checks.check(settings, writes=False) == []
+    task = tasks.make(settings)
+    train, heldout = task.load()
+    batch = next(stream.batches(train, batch_size=8, seed=0))
+    shapes = jax.tree.map(lambda leaf: ((8, *leaf.shape), leaf.dtype), task.row_shapes())
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()} == shapes
+    assert "most frequent class is right in 9" in task.baseline(train, heldout)
+    larger = settings.model.model_copy(update={"image_size": 16})
+    settings = settings.model_copy(update={"model": larger})
+    (failure,) = checks.check(settings, writes=False)
+    assert "holds images of [8, 8, 1] in 10 classes, not [16, 16, 1] in 10" in failure.message
+    assert "model.image_size=8" in failure.message

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from train.data import masked_lm, stream, text
+from train.data import masked_lm, text
 from train.prepare.text import PrepareOptions, prepare
 
 LENGTH = 64
@@ -80,21 +80,6 @@ def test_a_row_depends_on_its_key_and_number_only():
         assert not np.array_equal(other["targets"], alone["targets"])
 
 
-def test_each_epoch_masks_anew():
-    windows = _windows(_tokens(4 * (LENGTH - 2)))
-    batches = stream.batches(windows, batch_size=4, seed=0)
-
-    def epoch():
-        batch = next(batches)
-        full = np.where(batch["targets"] >= 0, batch["targets"], batch["tokens"])
-        order = np.lexsort(full.T)
-        return full[order], batch["targets"][order]
-
-    (first, first_targets), (second, second_targets) = epoch(), epoch()
-    np.testing.assert_array_equal(first, second)
-    assert not np.array_equal(first_targets, second_targets)
-
-
 def test_next_sentence_pairs():
     windows = _windows(next_sentence=True)
     batch = windows.read(np.arange(len(windows)), _keys(len(windows)))
@@ -121,17 +106,20 @@ def test_a_text_of_ends_leaves_nothing_to_predict():
     assert (windows.read(np.array([0]), _keys(1))["targets"] == -1).all()
 
 
-def test_lengths_that_do_not_fit_name_the_nearest():
-    with pytest.raises(ValueError, match=r"sequence_length=2 leaves no room.*Nearest valid: 3\."):
-        _windows(sequence_length=2)
-    with pytest.raises(ValueError, match=r"sequence_length=4 leaves no room.*Nearest valid: 5\."):
-        _windows(sequence_length=4, next_sentence=True)
-    with pytest.raises(ValueError, match=r"at least 1 rows\. Nearest valid: 12\."):
-        _windows(_tokens(10), sequence_length=13)
-    _windows(_tokens(10), sequence_length=12)
-    with pytest.raises(ValueError, match=r"at least 2 rows\. Nearest valid: 8\."):
-        _windows(_tokens(10), sequence_length=9, next_sentence=True)
-    _windows(_tokens(10), sequence_length=8, next_sentence=True)
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "next_sentence", "rule", "nearest"),
+    [
+        (40_000, 2, False, "sequence_length=2 leaves no room", 3),
+        (40_000, 4, True, "sequence_length=4 leaves no room", 5),
+        (10, 13, False, "at least 1 rows", 12),
+        (10, 9, True, "at least 2 rows", 8),
+    ],
+)
+def test_lengths_that_do_not_fit_name_the_nearest(num_tokens, length, next_sentence, rule, nearest):
+    tokens = _tokens(num_tokens)
+    with pytest.raises(ValueError, match=rf"{rule}.*Nearest valid: {nearest}\."):
+        _windows(tokens, sequence_length=length, next_sentence=next_sentence)
+    _windows(tokens, sequence_length=nearest, next_sentence=next_sentence)
 
 
 def test_the_folder_of_a_language_model_serves(tmp_path):
@@ -147,14 +135,11 @@ def test_the_folder_of_a_language_model_serves(tmp_path):
 
 
 def test_accuracy_counts_what_is_to_be_predicted_only(batch):
+    """The unigram guess is the most frequent token."""
     targets = batch["targets"]
     assert masked_lm.masked_accuracy(targets, targets) == 1
-    assert masked_lm.masked_accuracy(np.full_like(targets, 9), targets) == pytest.approx(
-        np.sum(targets == 9) / np.sum(targets >= 0)
-    )
-
-
-def test_the_unigram_guess_is_the_most_frequent_token():
+    share = np.sum(targets == 9) / np.sum(targets >= 0)
+    assert masked_lm.masked_accuracy(np.full_like(targets, 9), targets) == pytest.approx(share)
     train = np.array([3] * 5 + [4] * 4, np.uint16)
     batches = [{"targets": np.array([[3, -1], [4, 3]])}, {"targets": np.array([[-1, 3]])}]
     assert masked_lm.unigram_accuracy(train, iter(batches), vocab_size=5) == 0.75

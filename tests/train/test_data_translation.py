@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import polib
 import pytest
+import sacrebleu
 from rich.console import Console
 
 from train.data import translation
@@ -93,13 +94,8 @@ def test_messages_are_cleaned(catalogue):
         """,
     )
     assert pairs == [("Two lines", 'Zwei "Zeilen"'), ("Delete {0} of {1}?", "{0} von {1} löschen?")]
-    assert skipped == {
-        "fuzzy": 1,
-        "obsolete": 1,
-        "not translated": 1,
-        "no letters": 1,
-        "other placeholders in the translation": 1,
-    }
+    reasons = "fuzzy", "obsolete", "not translated", "no letters"
+    assert skipped == dict.fromkeys((*reasons, "other placeholders in the translation"), 1)
 
 
 def test_singular_and_plural_are_two_pairs_with_the_forms_of_the_rule(catalogue):
@@ -179,46 +175,42 @@ def test_a_compiled_catalogue_is_read_where_its_source_is_not_there(tmp_path):
 
 
 def test_missing_locales_and_folders_name_the_nearest(catalogue, tmp_path):
-    out = tmp_path / "out"
-    message = r"--locales=ko_KO: .*Nearest valid: ko_KR\. Or install one: pip"
-    with pytest.raises(ValueError, match=message):
-        prepare(TranslationOptions(out=out, locales=("ko_KO", "de")))
-    with pytest.raises(ValueError, match=r"Nearest valid: xx\."):
-        prepare(TranslationOptions(out=out, catalogues=tmp_path, locales=("qq",)))
+    def refused(message, **options):
+        options = {"out": tmp_path / "out", "catalogues": tmp_path, "locales": ("xx",)} | options
+        with pytest.raises(ValueError, match=message) as error:
+            prepare(TranslationOptions(**options))
+        return str(error.value)
+
+    nearest = r"--locales=ko_KO: .*Nearest valid: ko_KR\. Or install one: pip"
+    refused(nearest, catalogues=None, locales=("ko_KO", "de"))
+    refused(r"Nearest valid: xx\.", locales=("qq",))
+    words = "".join(f'msgid "word {name}"\nmsgstr "Wort {name}"\n' for name in "abcdefghij")
+    catalogue.write_text(HEADER + words)
+    none_held_out = "10 pairs to train on and 0 held out are left"
+    refused(none_held_out, heldout_fraction=1e-9)
     catalogue.unlink()
-    with pytest.raises(ValueError, match=r"holds no LOCALE/LC_MESSAGES/\*\.po"):
-        prepare(TranslationOptions(out=out, catalogues=tmp_path, locales=("xx",)))
-    wrong = TranslationOptions(
-        out=out,
-        catalogues=tmp_path / "none",
-        locales=("de", "de"),
-        vocab_size=260,
-        max_length=3,
-        heldout_fraction=0,
-    )
-    with pytest.raises(ValueError, match="none is not a folder") as error:
-        prepare(wrong)
+    refused(r"holds no LOCALE/LC_MESSAGES/\*\.po")
+    wrong = {"catalogues": tmp_path / "none", "locales": ("de", "de"), "vocab_size": 260}
+    error = refused("none is not a folder", **wrong, max_length=3, heldout_fraction=0)
     for part in ("none twice", "--vocab-size=260", "valid: 261", "--max-length=3", "fraction=0"):
-        assert part in str(error.value)
+        assert part in error
 
 
-def test_no_side_may_be_empty(catalogue, tmp_path):
-    body = "".join(f'msgid "word {name}"\nmsgstr "Wort {name}"\n' for name in "abcdefghij")
-    catalogue.write_text(HEADER + body)
-    options = TranslationOptions(
-        out=tmp_path / "out", catalogues=tmp_path, locales=("xx",), heldout_fraction=1e-9
-    )
-    with pytest.raises(ValueError, match="10 pairs to train on and 0 held out are left"):
-        prepare(options)
-
-
-def test_no_source_is_on_both_sides(sides):
-    train, heldout = sides
-    keys = [{source_key(pair.source) for pair in side.pairs} for side in (train, heldout)]
+def test_every_pair_is_on_one_side_or_counted(prepared, sides):
+    meta, out, report = prepared
+    keys = [{source_key(pair.source) for pair in side.pairs} for side in sides]
     assert not keys[0] & keys[1]
-    assert {pair.locale for pair in heldout.pairs} == {"de", "ja", "zh"}
-    share = len(heldout) / (len(train) + len(heldout))
-    assert share == pytest.approx(0.1, abs=0.04)
+    train, heldout = (side.pairs for side in sides)
+    assert [meta.train, meta.heldout] == [len(train), len(heldout)]
+    assert {pair.locale for pair in heldout} == {"de", "ja", "zh"}
+    assert len(heldout) / (len(train) + len(heldout)) == pytest.approx(0.1, abs=0.04)
+    options = TranslationOptions(out=out, locales=("de", "ja", "zh"), vocab_size=600)
+    pairs, skipped = collect_pairs(options)
+    assert {*train, *heldout} <= {*pairs}
+    too_long = len(pairs) - len(train) - len(heldout)
+    assert f"(longer than --max-length): {too_long}" in report
+    for reason, count in skipped.items():
+        assert f"messages left out ({reason}): {count}" in report
 
 
 def test_near_copies_of_a_source_share_a_side():
@@ -227,19 +219,6 @@ def test_near_copies_of_a_source_share_a_side():
     pairs = [Pair("de", f"{mark}{word}", "") for word in "abcdefghijkl" for mark in ("", "{0} ")]
     for side in split_pairs(pairs, heldout_fraction=0.5):
         assert len(side) % 2 == 0
-
-
-def test_everything_is_used_or_counted(prepared, sides):
-    meta, out, report = prepared
-    options = TranslationOptions(out=out, locales=("de", "ja", "zh"), vocab_size=600)
-    pairs, skipped = collect_pairs(options)
-    train, heldout = sides
-    too_long = len(pairs) - len(train) - len(heldout)
-    assert set(train.pairs) | set(heldout.pairs) <= set(pairs)
-    assert f"(longer than --max-length): {too_long}" in report
-    for reason, count in skipped.items():
-        assert f"messages left out ({reason}): {count}" in report
-    assert [meta.train, meta.heldout] == [len(train), len(heldout)]
 
 
 def test_batches_are_padded_and_decode_to_the_pairs(prepared, sides):
@@ -295,14 +274,8 @@ def test_tokenizer_learns_nothing_from_heldout_pairs(catalogue, tmp_path):
             f'msgid "{word}"\nmsgstr "{targets.get(word, word.upper())}"\n' for word in words
         )
         catalogue.write_text(HEADER + body)
-        options = TranslationOptions(
-            out=tmp_path / "out",
-            catalogues=tmp_path,
-            locales=("xx",),
-            heldout_fraction=0.2,
-            force=True,
-        )
-        return prepare(options)
+        options = {"out": tmp_path / "out", "catalogues": tmp_path, "locales": ("xx",)}
+        return prepare(TranslationOptions(**options, heldout_fraction=0.2, force=True))
 
     first, second = write("zzzz"), write("qqqq qqqq")
     assert first.tokenizer_sha256 == second.tokenizer_sha256
@@ -321,8 +294,6 @@ def test_changed_pairs_are_noticed(prepared, tmp_path):
 
 
 def test_bleu_is_sacrebleus_by_locale():
-    import sacrebleu
-
     pairs = [
         Pair("de", "The cat sat on the mat", "Die Katze saß auf der Matte"),
         Pair("zh_Hans", "page not found", "未找到所请求的页面"),
@@ -331,9 +302,7 @@ def test_bleu_is_sacrebleus_by_locale():
     perfect = translation.bleu([pair.target for pair in pairs], pairs)
     assert perfect == pytest.approx({"de": 100, "zh_Hans": 100})
     hypotheses = ["Die Katze saß auf dem Boden", "未找到页面", "Geh jetzt bitte heim"]
-    german = sacrebleu.corpus_bleu(
-        [hypotheses[0], hypotheses[2]], [[pairs[0].target, pairs[2].target]]
-    )
+    german = sacrebleu.corpus_bleu(hypotheses[::2], [[pair.target for pair in pairs[::2]]])
     scores = translation.bleu(hypotheses, pairs)
     assert scores["de"] == pytest.approx(german.score)
     assert 0 < scores["zh_Hans"] < 100
@@ -349,15 +318,11 @@ def test_copying_placeholders_is_no_phrase():
     assert translation.copy_bleu(braces)["de"] > 70
 
 
-@pytest.mark.parametrize(
-    ("module", "call"),
-    [
+def test_a_missing_package_is_named(monkeypatch):
+    for module, call in (
         ("polib", lambda: collect_pairs(TranslationOptions(out=Path("unused")))),
         ("sacrebleu", lambda: translation.bleu(["a"], [Pair("de", "a", "b")])),
-    ],
-)
-def test_a_missing_package_is_named(monkeypatch, module, call):
-    monkeypatch.setitem(sys.modules, module, None)
-    message = rf"needs {module}, .*pip install -e '\.\[translation\]'"
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ValueError, match=rf"needs {module}, .*-e '\.\[translation\]'"):
+            call()

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from models import gpt, hugging_face
@@ -14,9 +16,6 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 @pytest.fixture
 def model(tmp_path):
     """A Llama in a Hugging Face folder; its weights are those of broadcast numbers."""
-    import jax
-    import numpy as np
-
     config = gpt.GPTConfig(
         vocab_size=310, sequence_length=16, num_layers=4, width=16, num_heads=2, num_kv_heads=1,
         mlp_width=24, tied=False, norm_epsilon=1e-6,
@@ -32,38 +31,32 @@ def _failures(config):
 
 
 @pytest.mark.parametrize(
-    ("text", "folder", "which"),
+    ("text", "folder", "which", "averaged"),
     [
-        ("runs/a", "runs/a", "latest"),
-        ("runs/a@best", "runs/a", "best"),
-        ("runs/a@12", "runs/a", "12"),
-        ("runs/a@b", "runs/a@b", "latest"),
-        ("@3", "@3", "latest"),
-        ("@ema", "@ema", "latest"),
+        ("runs/a", "runs/a", "latest", False),
+        ("runs/a@best", "runs/a", "best", False),
+        ("runs/a@12", "runs/a", "12", False),
+        ("runs/a@b", "runs/a@b", "latest", False),
+        ("@3", "@3", "latest", False),
+        ("@ema", "@ema", "latest", False),
+        ("runs/a@ema", "runs/a", "latest", True),
+        ("runs/a@best@ema", "runs/a", "best", True),
+        ("runs/a@3@ema", "runs/a", "3", True),
     ],
 )
-def test_what_is_meant(text, folder, which):
-    found = initial.parse(text)
-    assert (str(found.folder), found.which, found.averaged) == (folder, which, False)
+def test_what_is_meant(text, folder, which, averaged):
+    assert initial.parse(text) == initial.Source(Path(folder), which, averaged)
 
 
-@pytest.mark.parametrize(
-    ("text", "which"),
-    [("runs/a@ema", "latest"), ("runs/a@best@ema", "best"), ("runs/a@3@ema", "3")],
-)
-def test_the_average_is_meant(text, which):
-    assert initial.parse(text) == initial.Source(Path("runs/a"), which, averaged=True)
+def test_a_folder_may_have_such_a_name(tmp_path):
+    (tmp_path / "a@7").mkdir()
+    assert initial.parse(str(tmp_path / "a@7")).folder == tmp_path / "a@7"
 
 
 def test_weights_that_are_no_run_have_no_checkpoints(model):
     for which in ("ema", "best"):
         with pytest.raises(ValueError, match=f"{model} is no run: it has no checkpoints"):
             initial.described(initial.parse(f"{model}@{which}"))
-
-
-def test_a_folder_may_have_such_a_name(tmp_path):
-    (tmp_path / "a@7").mkdir()
-    assert initial.parse(str(tmp_path / "a@7")).folder == tmp_path / "a@7"
 
 
 @pytest.mark.parametrize("in_file", [False, True])

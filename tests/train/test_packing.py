@@ -1,17 +1,13 @@
-"""Packed rows hold every prediction of every document once, and give the documents' own loss."""
+"""Packed rows hold every prediction of every document once; `test_conversations` has their loss."""
 
 from __future__ import annotations
 
 import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpipe import unpipelined
-from models import gpt
 from train.data import stream, text
 from train.data.packing import Packed, pack
 
@@ -45,20 +41,6 @@ def test_every_prediction_is_made_once_within_its_document(seed, number):
     # Within a document, the next token is the target.
     follows = ~begins[:, 1:] & predicted[:, :-1]
     assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1])[follows & predicted[:, 1:]].all()
-
-
-def test_a_packed_row_gives_the_loss_of_its_documents_alone():
-    config = gpt.GPTConfig(
-        vocab_size=40, sequence_length=24, num_layers=2, width=16, num_heads=2, positions="learned"
-    )
-    texts = documents(3, 6, 9)
-    packed = Packed(np.concatenate(texts), 24, end_of_text=END)
-    rows = packed.read(np.arange(len(packed)), np.zeros((len(packed), 3)))
-    model, params = gpt.model(config), gpt.init(config, jax.random.key(0))
-    found = unpipelined.loss(model, params, jax.tree.map(jnp.asarray, rows))
-    alone = [unpipelined.loss(model, params, {"tokens": jnp.asarray(one)[None]}) for one in texts]
-    counts = np.array([len(one) - 1 for one in texts])
-    assert np.isclose(found, np.dot(alone, counts) / counts.sum(), rtol=1e-5)
 
 
 def test_rows_cost_more_alike_than_windows_of_the_same_text():

@@ -1,19 +1,20 @@
-"""Preparing text: deterministic, whole or absent, and nothing lost silently."""
+"""Preparing text: deterministic, whole or absent, nothing lost silently, with any tokenizer."""
 
 import dataclasses
 import errno
-import hashlib
 import io
 import itertools
+import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
+from command import finish, start
 from rich.console import Console
 
+from train.data import text as texts
 from train.data.text import load_tokenizer, read_meta, read_tokens
 from train.prepare import folders
 from train.prepare import text as prepare_module
@@ -34,7 +35,7 @@ def text(tmp_path):
     (folder / "deep").mkdir(parents=True)
     for index in range(40):
         name = f"deep/{index}.md" if index % 2 else f"{index}.txt"
-        body = f"Document {index} says: the pipeline är full — {index * index}.\n" * 3
+        body = f"Document {index} says </s>: the pipeline är full — {index * index}.\n" * 3
         (folder / name).write_text(body + "<|endoftext|>" * (index == 3), encoding="utf-8")
     return folder
 
@@ -44,10 +45,23 @@ def options(tmp_path, text):
     return PrepareOptions(out=tmp_path / "out", text=text, vocab_size=300, heldout_fraction=0.2)
 
 
-def _run(options):
+@pytest.fixture
+def with_tokenizer(tmp_path, options):
+    """Text for a tokenizer as that of a Llama: every text begins with <s>, and </s> ends a text."""
+    made, folder = byte_tokenizer(begins=True), tmp_path / "tokenizer"
+    made.enable_truncation(5)
+    made.enable_padding(length=200)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    fields = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "model_max_length": 5}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    return PrepareOptions(out=options.out, text=options.text, tokenizer=folder)
+
+
+def _run(options, **changes):
     """Prepares and returns what was reported."""
     report = io.StringIO()
-    prepare(options, console=Console(file=report))
+    prepare(dataclasses.replace(options, **changes), console=Console(file=report))
     return report.getvalue()
 
 
@@ -63,79 +77,51 @@ def test_tokens_decode_to_the_documents(options, text):
     end = tokenizer.token_to_id("<|endoftext|>")
     decoded = []
     for name, size in (("train", meta.train), ("heldout", meta.heldout)):
-        tokens = read_tokens(options.out / f"{name}.tokens")[:]
+        tokens = read_tokens(options.out / f"{name}.tokens")[:].tolist()
         assert len(tokens) == size.tokens
-        assert int(tokens.max()) < meta.vocab_size
-        (ends,) = np.nonzero(tokens == end)
-        assert len(ends) == size.documents
-        assert ends[-1] == len(tokens) - 1
-        parts = [
-            tokenizer.decode(tokens[start:stop].tolist())
-            for start, stop in zip([0, *ends[:-1] + 1], ends, strict=True)
-        ]
+        assert max(tokens) < meta.vocab_size
+        assert tokens[-1] == end
+        grouped = itertools.groupby(tokens, lambda token: token == end)
+        parts = [tokenizer.decode(list(part)) for is_end, part in grouped if not is_end]
+        assert len(parts) == size.documents > 1
         assert sum(len(part.encode()) for part in parts) == size.bytes
         decoded += parts
     written = [path.read_text(encoding="utf-8") for path in text.rglob("*.*")]
     assert sorted(decoded) == sorted(written)
-    assert meta.heldout.documents > 1
 
 
 def test_tokenizer_learns_nothing_from_heldout_text(options, text):
     meta = prepare(options)
     _, heldout = split_documents(collect_documents(options)[0], heldout_fraction=0.2)
     (text / heldout[0].name).write_text("qzqzqz " * 1000)
-    again = prepare(dataclasses.replace(options, force=True))
+    assert "The documents have changed since; --force prepares them again." in _run(options)
+    assert read_meta(options.out) == meta
+    _run(options, force=True)
+    again = read_meta(options.out)
     assert again.tokenizer_sha256 == meta.tokenizer_sha256
     assert again.documents_sha256 != meta.documents_sha256
 
 
-def test_complete_data_is_left_alone(options, text):
-    prepare(options)
-    before = {path: path.stat().st_mtime_ns for path in options.out.iterdir()}
-    assert "already prepared" in _run(options)
-    (text / "0.txt").write_text("changed")
-    report = _run(options)
-    assert "The documents have changed since; --force prepares them again." in report
-    assert before == {path: path.stat().st_mtime_ns for path in options.out.iterdir()}
-
-
 def test_other_settings_need_force(options):
     prepare(options)
-    other = dataclasses.replace(options, vocab_size=280)
     with pytest.raises(ValueError, match=r"vocab_size is 300 there and 280 here.*--force"):
-        prepare(other)
+        _run(options, vocab_size=280)
     assert read_meta(options.out).vocab_size == 300
-    prepare(dataclasses.replace(other, force=True))
+    (options.out / "train.tokens").unlink()  # no more is damaged data of other settings replaced
+    with pytest.raises(ValueError, match=r"text is .* there and 'stdlib' here"):
+        _run(options, text=None)
+    assert "not whole and is prepared again" in _run(options)
+    _run(options, vocab_size=280, force=True)
     assert read_meta(options.out).vocab_size == 280
     assert [path.name for path in options.out.parent.glob(".out*")] == []
 
 
-@pytest.mark.parametrize("name", ["train.tokens", "meta.json", "tokenizer.json"])
-def test_damaged_data_is_prepared_again(options, name):
-    prepare(options)
-    whole = _content(options.out)
-    path = options.out / name
-    path.write_bytes(path.read_bytes()[:-5])
-    assert "not whole and is prepared again" in _run(options)
-    assert _content(options.out) == whole
-
-
-def test_damaged_data_of_other_settings_is_not_replaced(options):
-    prepare(options)
-    (options.out / "train.tokens").unlink()
-    with pytest.raises(ValueError, match=r"text is .* there and 'stdlib' here"):
-        prepare(dataclasses.replace(options, text=None))
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_other_peoples_files_are_never_replaced(options, force):
-    options.out.mkdir()
-    (options.out / "thesis.tex").write_text("ten years")
-    with pytest.raises(ValueError, match=r"holds other files \(thesis.tex\)"):
-        prepare(dataclasses.replace(options, force=force))
-    assert (options.out / "thesis.tex").read_text() == "ten years"
-    with pytest.raises(ValueError, match="is a file"):
-        prepare(dataclasses.replace(options, out=options.out / "thesis.tex", force=force))
+def test_a_file_is_never_replaced(options):
+    options.out.write_text("ten years")
+    for force in (False, True):
+        with pytest.raises(ValueError, match="is a file"):
+            _run(options, force=force)
+    assert options.out.read_text() == "ten years"
 
 
 def test_a_full_disk_leaves_the_old_data_and_exits_with_2(options, monkeypatch, capsys):
@@ -155,10 +141,9 @@ def test_a_full_disk_leaves_the_old_data_and_exits_with_2(options, monkeypatch, 
 
 
 def test_a_killed_run_leaves_no_half_data(options):
-    # Killed while it writes: nothing carries the final name, and the next run clears up.
+    """Nothing carries the final name, and the next run clears up."""
     code = """
 import os, signal, sys
-from pathlib import Path
 from train.prepare import __main__, text
 def die(path, tokens, **options):
     path.write_bytes(b"half")
@@ -166,10 +151,8 @@ def die(path, tokens, **options):
 text.write_tokens = die
 __main__.main(sys.argv[1:])
 """
-    arguments = ["--out", str(options.out), "--text", str(options.text), "--vocab-size", "300"]
-    root = Path(prepare_module.__file__).parents[2]
-    child = subprocess.run([sys.executable, "-c", code, *arguments], cwd=root, check=False)
-    assert child.returncode == -9
+    arguments = "--out", options.out, "--text", options.text, "--vocab-size", 300
+    finish(start("python", "-c", code, *arguments), -signal.SIGKILL)
     assert not options.out.exists()
     assert len(list(options.out.parent.glob(".out*"))) == 1
     prepare(options)
@@ -186,6 +169,9 @@ def test_a_running_neighbor_is_not_disturbed(options):
         neighbor.rename(folder)
 
 
+# Documents.
+
+
 def test_files_left_out_are_counted(options, text):
     (text / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (text / "zeros.txt").write_bytes(b"a\0b")
@@ -193,11 +179,10 @@ def test_files_left_out_are_counted(options, text):
     (text / ".hidden").write_text("secret")
     (text / "large.txt").write_text("x" * 200_000)
     documents, skipped = collect_documents(dataclasses.replace(options, max_megabytes=0.1))
-    names = {document.name for document in documents}
-    assert len(names) == 40
-    assert not names & {"binary.txt", "zeros.txt", "empty.txt", ".hidden", "large.txt"}
+    numbers = sorted(int(Path(document.name).stem) for document in documents)
+    assert numbers == list(range(40))
     assert skipped == {"not UTF-8 text": 2, "empty": 1, "over --max-megabytes": 1}
-    report = _run(dataclasses.replace(options, max_megabytes=0.1))
+    report = _run(options, max_megabytes=0.1)
     assert "files left out (over --max-megabytes): 1" in report
 
 
@@ -215,7 +200,8 @@ def test_a_limit_keeps_an_even_sample_in_name_order(options):
 def test_prepared_data_inside_the_text_folder_is_not_text(options, text):
     inside = dataclasses.replace(options, out=text / "data")
     prepare(inside)
-    assert "The documents have changed" not in _run(inside)
+    assert "already prepared" in (report := _run(inside))
+    assert "The documents have changed" not in report
 
 
 def test_a_document_keeps_its_side_when_others_come():
@@ -225,13 +211,9 @@ def test_a_document_keeps_its_side_when_others_come():
     assert {document.name for document in some} <= {document.name for document in heldout}
     assert sorted([*train, *heldout], key=lambda d: int(d.name)) == documents
     assert 15 < len(heldout) < 80
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_both_sides_get_a_document(fraction):
-    documents = [Document(name, "text") for name in "abc"]
-    sides = split_documents(documents, heldout_fraction=fraction)
-    assert sorted(len(side) for side in sides) == [1, 2]
+    for fraction in (1e-9, 1 - 1e-9):  # both sides get a document
+        sides = split_documents(documents[:3], heldout_fraction=fraction)
+        assert sorted(len(side) for side in sides) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +225,6 @@ def test_a_single_document_is_cut_in_two(text):
     assert first.text
     assert second.text
     assert first.text.endswith("\n") == ("\n" in text)
-
-
-def test_a_single_character_cannot_be_split():
     with pytest.raises(ValueError, match="too short to split"):
         split_documents([Document("a", "x")], heldout_fraction=0.2)
 
@@ -254,10 +233,10 @@ def test_folder_without_text_is_refused(options, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match=r"no text files found \(the folder holds no files\)"):
-        prepare(dataclasses.replace(options, text=empty))
+        _run(options, text=empty)
     (empty / "picture").write_bytes(b"\x89PNG\xff")
     with pytest.raises(ValueError, match=r"no text files found \(1 left out: not UTF-8 text\)"):
-        prepare(dataclasses.replace(options, text=empty))
+        _run(options, text=empty)
     assert not options.out.exists()
 
 
@@ -277,15 +256,6 @@ def test_all_wrong_options_are_named_at_once(options, tmp_path, capsys):
     assert not options.out.exists()
 
 
-def test_changed_tokenizer_is_noticed(options):
-    prepare(options)
-    path = options.out / "tokenizer.json"
-    path.write_text(path.read_text() + "\n")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    with pytest.raises(ValueError, match=f"not the tokenizer .*found {digest}"):
-        load_tokenizer(options.out)
-
-
 def test_stdlib_is_the_default_text():
     documents, _ = collect_documents(PrepareOptions(out=Path("unused")))
     names = [document.name for document in documents]
@@ -294,3 +264,75 @@ def test_stdlib_is_the_default_text():
     skipped = prepare_module._STDLIB_SKIPPED
     folders = itertools.chain.from_iterable(name.split("/")[:-1] for name in names)
     assert not set(folders) & skipped
+
+
+# A tokenizer that exists already.
+
+
+def test_documents_begin_and_end_as_the_tokenizer_says(with_tokenizer):
+    """Nothing is cut at the length of the model, and an end written in a text is ordinary text."""
+    meta, out = prepare(with_tokenizer), with_tokenizer.out
+    assert meta == read_meta(out)
+    assert meta.end_of_text == "</s>"
+    assert meta.token_ids == {"bos": 1, "eos": 2, "pad": None}
+    assert meta.vocab_size == 259
+    tokens = read_tokens(out / "train.tokens")[:].tolist()
+    assert tokens.count(1) == tokens.count(2) == meta.train.documents
+    ends = [n for n, token in enumerate(tokens) if token == 2]
+    assert ends[-1] == len(tokens) - 1
+    assert all(tokens[end + 1] == 1 for end in ends[:-1])
+    assert len(tokens) == meta.train.bytes + 2 * meta.train.documents
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (with_tokenizer.tokenizer / name).read_bytes()
+    # Another tokenizer in its place is noticed.
+    file = with_tokenizer.tokenizer / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": None}))
+    with pytest.raises(ValueError, match="prepared with other settings"):
+        prepare(with_tokenizer)
+
+
+def test_the_tokenizer_of_prepared_text_is_used_again(options, tmp_path):
+    first, second = options.out, tmp_path / "second"
+    meta = prepare(options)
+    again = prepare(dataclasses.replace(options, out=second, tokenizer=first, vocab_size=None))
+    assert again.tokenizer_sha256 == meta.tokenizer_sha256
+    assert (second / "train.tokens").read_bytes() == (first / "train.tokens").read_bytes()
+    assert texts.token_ids(first) == texts.token_ids(second) == {"bos": 0, "eos": 0, "pad": None}
+    assert load_tokenizer(second).get_vocab() == load_tokenizer(first).get_vocab()
+
+
+def test_the_ids_of_the_model_beside_it_come_first(with_tokenizer):
+    """As long as the model stops where its documents end."""
+    for ids, kept in (([2, 7], [2, 7]), (7, 2)):
+        fields = {"bos_token_id": 3, "eos_token_id": ids, "pad_token_id": 0}
+        (with_tokenizer.tokenizer / "config.json").write_text(json.dumps(fields))
+        meta = prepare(dataclasses.replace(with_tokenizer, force=True))
+        assert meta.token_ids == {"bos": 3, "eos": kept, "pad": 0}
+        assert meta.end_of_text == "</s>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "holds no tokenizer.json"),
+        ("tokenizer.json", "{", "tokenizer.json is no tokenizer that can be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "{}", "does not say which token ends a text"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', "and has '<end>'"),
+        ("--vocab-size", "300", "--vocab-size=300 has no effect with --tokenizer="),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(with_tokenizer, capsys, name, content, message):
+    paths = {"--out": with_tokenizer.out, "--text": with_tokenizer.text}
+    given = paths | {"--tokenizer": with_tokenizer.tokenizer}
+    if name.startswith("--"):
+        given[name] = content
+    elif content is None:
+        (with_tokenizer.tokenizer / name).unlink()
+    else:
+        (with_tokenizer.tokenizer / name).write_text(content)
+    assert main([str(word) for pair in given.items() for word in pair]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not with_tokenizer.out.exists()

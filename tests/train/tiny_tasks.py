@@ -1,10 +1,11 @@
-"""Small models of every task, rows for them, and what their first step must equal."""
+"""Small configurations of every task, rows for them, and what their first step must equal."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 
+from train.config import Config
 from train.step import Setup
 
 TINY = {
@@ -17,7 +18,20 @@ TINY = {
     "resnet": {"depth": 8, "width": 4, "norm": "batch"},
     "toy_family:Toy": {"num_layers": 4, "width": 3},
     "toy_family:Running": {"num_layers": 3, "width": 4},
+    "toy_family:Uneven": {"num_layers": 4, "width": 3},
 }  # fmt: skip
+
+
+def config(task: str = "toy_family:Toy", **sections: dict) -> Config:
+    """A configuration of a small model; ``sections`` add to the fields that are here."""
+    base = {
+        "model": TINY[task],
+        "mesh": {"stage": 2, "data": 2},
+        "pipeline": {"schedule": "1f1b", "microbatches": 2, "vocabulary": "split"},
+        "optimizer": {"warmup_steps": 0},
+        "train": {"batch_size": 8, "steps": 20, "eval_batches": 1},
+    }
+    return Config(task=task, **base | {n: base.get(n, {}) | own for n, own in sections.items()})
 
 
 def rows(setup: Setup) -> dict:

@@ -122,3 +122,20 @@ class Running(Toy):
 
     def init_states(self):
         return ({"mean": jnp.zeros(self.shape.width)},) * self.shape.num_layers
+
+
+class Uneven(Toy):
+    """The toy with layers that differ: every second one takes twice as long."""
+
+    def model(self, *, train, axis="stage"):
+        plain = super().model(train=train, axis=axis)
+
+        def twice(w, x, batch, rng):
+            return plain.layer(w, plain.layer(w, x, batch, rng), batch, rng)
+
+        pairs = [plain.layer, twice] * self.shape.num_layers
+        return dataclasses.replace(plain, layer=tuple(pairs[: self.shape.num_layers]))
+
+    def init(self, rng):
+        params = super().init(rng)
+        return params | {"layers": tuple(params["layers"])}
