@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
 
-from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
+from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.generators.blocks import closest_block
 from jaxpipe.schedule.generators.eager import soonest
-from jaxpipe.schedule.placement import Placement, wave
+from jaxpipe.schedule.placement import wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 
+_RULE = events.Rule(pace=0.5, lead=0.0, staggers=True)
+"""Microbatches enter twice as fast as a stage processes them. At that rate earlier ones pull ahead,
+but a backward does not always precede a forward, which would open gaps that no other fits."""
 _MOST_TRAVEL = 3
 """Units of a message in a block: longer ones leave no room within the peak for p microbatches."""
 
@@ -64,20 +66,14 @@ def hanayo(
     if memory_limit is not None and memory_limit < 1:
         rule = "a stage must hold a whole microbatch, all chunks of it"
         refuse([Problem("memory_limit", memory_limit, rule, (1,), schedule="hanayo")])
-    placement, v = wave(num_stages, num_waves=num_chunks // 2), num_chunks
+    placement = wave(num_stages, num_waves=num_chunks // 2)
     most = num_stages if memory_limit is None else memory_limit
-    cap = int(min(most, num_microbatches) * v)
+    unit, cap = [UNIT] * placement.num_virtual_stages, int(min(most, num_microbatches) * num_chunks)
     schedule = Schedule(
         name="hanayo-fused" if fused else "hanayo",
         placement=placement,
         num_microbatches=num_microbatches,
-        orders=_list_scheduled(
-            placement,
-            num_microbatches,
-            # A microbatch enters a chunk only if it would also find room in the later ones.
-            limits=[cap - (v - 1 - chunk) for chunk in placement.chunks],
-            fused=fused,
-        ),
+        orders=events.dispatch(placement, num_microbatches, unit, cap, _RULE, fused=fused),
         peak_in_flight=(cap,) * num_stages,
     )
     if costs == UNIT:
@@ -97,63 +93,3 @@ def _of_blocks(schedule: Schedule, costs: Costs, fused: bool) -> list[Schedule]:
             ordered.append(dataclasses.replace(whole, peak_in_flight=schedule.peak_in_flight))
     ordered.sort(key=lambda order: makespan(order, costs))
     return ordered[:1]
-
-
-def _list_scheduled(
-    placement: Placement, num_microbatches: int, *, limits: Sequence[int], fused: bool
-) -> tuple[tuple[Action, ...], ...]:
-    """Runs the pipeline event by event, at F=B=W, and records what each stage does.
-
-    The pass that is due first goes first, forward or backward; W fills the remaining gaps. A pass
-    is due when it would start if no stage waited and microbatches entered twice as fast as a stage
-    processes them. At that rate earlier microbatches pull ahead, but a backward does not always
-    precede a forward, which would open gaps that no other backward fits.
-
-    Args:
-      limits: per virtual stage, how many chunks its stage may hold before the virtual stage starts
-        another forward. At least 1, and growing from chunk to chunk
-        of a stage, so that the farthest microbatch always finds room and nothing stops.
-      fused: run B and W of a microbatch as one action.
-    """
-    stages = [
-        _UrgentStage(own_stages, limits, placement, fused)
-        for own_stages in placement.virtual_stages
-    ]
-    events.run_stages(stages, placement, num_microbatches)
-    return tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
-
-
-class _UrgentStage(events.Stage):
-    """A stage that starts the pass due first, and W if nothing else is ready; F takes 1."""
-
-    def __init__(
-        self, own_stages: Sequence[int], limits: Sequence[int], placement: Placement, fused: bool
-    ) -> None:
-        backward = Kind.BW if fused else Kind.B
-        # B first: it wins where a forward is due at the same time.
-        passes = [(kind, s) for kind in (backward, Kind.F) for s in own_stages]
-        depth = placement.num_virtual_stages
-        self.due = [
-            s if kind is Kind.F else depth + UNIT.of(kind) * (depth - 1 - s) for kind, s in passes
-        ]
-        self.pace = 3 * len(own_stages) / 2
-        self.limits = [limits[s] if kind is Kind.F else math.inf for kind, s in passes]
-        self.in_flight = self.pending = 0  # chunks kept, and those whose W is next
-        passes += [] if fused else [(Kind.W, own_stages[0])]
-        super().__init__(passes, [UNIT.of(kind) for kind, _ in passes])
-
-    def choose(self, now: float) -> int | None:
-        best, earliest = None, math.inf
-        for number, first_due in enumerate(self.due):
-            if not self.is_ready(number, now) or self.in_flight >= self.limits[number]:
-                continue
-            due = first_due + self.pace * self.done[number]
-            if due < earliest:
-                best, earliest = number, due
-        return len(self.due) if best is None and self.pending else best
-
-    def start(self, number: int, now: float) -> None:
-        super().start(number, now)
-        kind = self.passes[number][0]
-        self.in_flight += HELD[kind]
-        self.pending += {Kind.B: 1, Kind.W: -1}.get(kind, 0)

@@ -26,6 +26,7 @@ from jaxpipe.schedule.generators.depth_first import (
 )
 from jaxpipe.schedule.generators.dualpipe import dualpipe_v
 from jaxpipe.schedule.generators.eager import in_time
+from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
 from jaxpipe.schedule.partition import cut_layers
@@ -33,7 +34,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
-from jaxpipe.schedule.search.order_search import Rule, dispatch, search_orders
+from jaxpipe.schedule.search.order_search import search_orders
 from jaxpipe.schedule.simulate import UNIT, Costs, makespan
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6

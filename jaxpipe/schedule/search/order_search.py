@@ -1,8 +1,9 @@
 """The search for orders that end early on the free-running clock, under a memory limit.
 
-A few numbers, a `Rule`, say when passes are due, and every stage starts the pass that is due first,
-if memory allows. No rule is the best for all costs and memory limits, but one of a few hundred
-nearly always is close. The best orders by rules, and given ones, are then improved by tabu search.
+A few numbers say when passes are due, and every stage starts the pass that is due first, if memory
+allows (`jaxpipe.schedule.generators.events.Rule`). No rule is the best for all costs and memory
+limits, but one of a few hundred nearly always is close. The best orders by rules, and given ones,
+are then improved by tabu search.
 
 A schedule ends when its longest chain of actions does. Only a swap of two neighbors on that chain
 can shorten it, so those are the moves; the best one is made even if nothing gets shorter, and is
@@ -15,17 +16,15 @@ problem", 1994.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
 import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule, dependencies
-from jaxpipe.schedule.generators import events
+from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, makespan
 
@@ -123,149 +122,6 @@ def _rules(placement: Placement) -> Iterator[Rule]:
     reserves = (False, True) if placement.num_chunks > 1 else (False,)
     grid = [*itertools.product(_PACES, _LEADS, _PATIENCE, (False, True), reserves)]
     return (Rule(*grid[k * _STRIDE % len(grid)]) for k in range(len(grid)))
-
-
-class Rule(NamedTuple):
-    """Numbers that say when passes are due, and which of them wait.
-
-    Args:
-      pace: time from one microbatch to the next, in a stage's work per microbatch. The slower, the
-        more a forward has to wait for backwards of earlier microbatches.
-      lead: how much earlier backwards are due than after the last forward, in the work of a chunk.
-      patience: a stage waits for a more urgent pass that arrives within this share of its duration.
-      frees: W goes first where memory keeps a more urgent forward waiting.
-      reserves: a forward leaves room for those that are due before it, of earlier microbatches on
-        their way back to the stage.
-    """
-
-    pace: float
-    lead: float
-    patience: float = 0.0
-    frees: bool = False
-    reserves: bool = False
-
-
-def dispatch(
-    placement: Placement, num_microbatches: int, costs: Sequence[Costs], cap: int, rule: Rule
-) -> tuple[tuple[Action, ...], ...]:
-    """Runs the pipeline event by event and records what each stage does; arguments as for
-    `search_orders`."""
-    due = _due(placement, costs, rule)
-    stages = [
-        _Stage(placement, own_stages, costs, cap, rule, due)
-        for own_stages in placement.virtual_stages
-    ]
-    message = max(cost.message for cost in costs)
-    events.run_stages(stages, placement, num_microbatches, message=message)
-    done = all(sum(stage.done) == 3 * placement.num_chunks * num_microbatches for stage in stages)
-    assert done, "the earliest microbatch always finds room"
-    return tuple(tuple(events.actions(stage.passes, stage.order)) for stage in stages)
-
-
-def _due(placement: Placement, costs: Sequence[Costs], rule: Rule) -> dict[events.StagePass, float]:
-    """Computes when the first microbatch's passes are due: their starts if none waited."""
-    time, due = 0.0, {}
-    stages = placement.stages
-    crosses = [a != b for a, b in itertools.pairwise(stages)]
-    for s, cost in enumerate(costs):
-        due[Kind.F, s] = time
-        time += cost.f + (cost.message if s < len(crosses) and crosses[s] else 0)
-    time -= rule.lead * max(cost.f + cost.b + cost.w for cost in costs)
-    for s, cost in reversed([*enumerate(costs)]):
-        due[Kind.B, s] = time
-        time += cost.b + (cost.message if s and crosses[s - 1] else 0)
-    return due
-
-
-class _Stage(events.Stage):
-    """A stage that starts the pass due first, and W if there is nothing else to do."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        own_stages: Sequence[int],
-        costs: Sequence[Costs],
-        cap: int,
-        rule: Rule,
-        due: dict[events.StagePass, float],
-    ) -> None:
-        # B first: it wins where a forward is due at the same time.
-        passes = [(kind, s) for kind in (Kind.B, Kind.F) for s in own_stages] + [
-            (Kind.W, own_stages[0])
-        ]
-        # The duration of W is set when it starts: chunks may differ.
-        self.durations: list[float]
-        super().__init__(passes, [costs[s].of(kind) for kind, s in passes])
-        self.num_chunks, self.cap, self.rule = len(own_stages), cap, rule
-        self.due = [due[place] for place in passes[:-1]]
-        self.waits = [rule.patience * duration for duration in self.durations]
-        work = [costs[s].f + costs[s].b + costs[s].w for s in range(len(costs))]
-        self.pace = rule.pace * math.fsum(work) / placement.num_stages
-        self.weights = [costs[s].w for s in own_stages]
-        self.pending: collections.deque[int] = collections.deque()  # chunks whose W is next
-        self.in_flight = 0
-
-    def choose(self, now: float) -> int | None:
-        best, earliest, blocked = None, math.inf, math.inf
-        pace, num_chunks = self.pace, self.num_chunks
-        rows = zip(self.due, self.waits, self.done, self.arrivals, strict=False)
-        for number, (due, wait, done, arrivals) in enumerate(rows):
-            if done == len(arrivals) or arrivals[done] > now + wait:
-                continue
-            due += pace * done
-            if due >= earliest:
-                continue
-            if number < num_chunks or self._has_room(number):
-                best, earliest = number, due
-            elif arrivals[done] <= now:
-                blocked = min(blocked, due)
-        if self.pending and (best is None or (self.rule.frees and blocked < earliest)):
-            return len(self.due)
-        if best is None:
-            return None
-        return best if self.is_ready(best, now) else None
-
-    def _has_room(self, number: int) -> bool:
-        """Whether a forward may start and still leave a way to finish all microbatches.
-
-        They can always be finished one after another, the earliest first, if each finds room for
-        its later chunks when those before it are gone.
-        """
-        v, cap = self.num_chunks, self.cap
-        reserved = self._more_urgent(number) if self.rule.reserves else 0
-        if self.in_flight + reserved >= cap:
-            return False
-        backwards, forwards = self.done[:v], self.done[v : 2 * v]
-        forwards[number - v] += 1
-        for first in forwards[1:]:
-            needed = 0
-            for started, finished in zip(forwards, backwards, strict=True):
-                needed += started - max(finished, first) if started > first else 1
-            if first < forwards[0] and needed > cap:
-                return False
-        return True
-
-    def _more_urgent(self, number: int) -> int:
-        """Counts the forwards, of earlier microbatches on their way back to this stage, that are
-        due before the next start of a forward."""
-        v, done = self.num_chunks, self.done
-        due = self.due[number] + self.pace * done[number]
-        return sum(
-            self.due[other] + self.pace * i < due
-            for other in range(v + 1, 2 * v)
-            for i in range(done[other], min(done[other - 1], done[number]))
-        )
-
-    def start(self, number: int, now: float) -> None:
-        v = self.num_chunks
-        if number == 2 * v:
-            self.durations[number] = self.weights[self.pending.popleft()]
-            self.in_flight -= 1
-        elif number < v:
-            self.pending.append(number)
-        else:
-            self.in_flight += 1
-        super().start(number, now)
 
 
 # Tabu search.
