@@ -7,6 +7,7 @@ takes the newest one that is still whole. Damaged ones are moved aside, never de
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -142,6 +143,7 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         if self._manager is not None:
             self._left = True
+            _WRITERS.pop(self._folder, None)
             self._manager.close()
 
     # Checkpoints in the folder.
@@ -213,7 +215,9 @@ class Checkpoints:
           loss: held-out loss at this step; the checkpoint with the lowest is kept, too.
 
         Raises:
-          ValueError: trees unlike those of the pipeline, or not placed; a step that is saved.
+          ValueError: trees unlike those of the pipeline, or not placed; a step that is not
+            after the latest.
+          RuntimeError: the program is ending.
           TypeError: data that JSON cannot hold.
         """
         _require_json("data", data or {})
@@ -269,15 +273,20 @@ class Checkpoints:
                 f"{name} holds no whole checkpoint ({self.found.reasons}). "
                 "Fetch one from a backup, or begin in another folder."
             )
-        siblings = [path.name for path in parent.glob("*") if recovery.steps(path)]
-        near = [parent / name for name in difflib.get_close_matches(self._folder.name, siblings)]
+        by_name = {path.name: path for path in parent.glob("*")}
+        by_run = {path.parent.name: path for path in parent.parent.glob(f"*/{self._folder.name}")}
+        near = [
+            paths[like]
+            for own, paths in ((self._folder, by_name), (parent, by_run))
+            for like in difflib.get_close_matches(own.name, paths)
+        ]
         # A run's folder in place of that of its checkpoints, or the folder of one step.
-        near += [path for path in (*self._folder.glob("*"), parent) if recovery.steps(path)]
-        listed = ", ".join(map(str, near))
-        hint = f" Nearest with checkpoints: {listed}." if near else ""
+        near += [*self._folder.glob("*"), parent]
+        listed = ", ".join(str(path) for path in near if recovery.steps(path))
+        hint = f" Nearest with checkpoints: {listed}." if listed else ""
         if self._read_only and not self._folder.is_dir():
             refuse([f"{name} does not exist, and read_only=True makes none.{hint}"])
-        if near and jax.process_index() == 0:
+        if listed and jax.process_index() == 0:
             _LOG.warning("%s holds no checkpoint to restore.%s", name, hint)
         return None
 
@@ -327,7 +336,15 @@ class Checkpoints:
           loss: as for `save`.
         """
         if self._left:
-            refuse([f"folder={str(self._folder)!r} was left: save inside `with Checkpoints(...)`."])
+            raise ValueError(
+                f"folder={str(self._folder)!r} was left: save inside `with Checkpoints(...)`, and "
+                "with the `Checkpoints` of this folder that was made last."
+            )
+        if not threading.main_thread().is_alive():
+            raise RuntimeError(
+                f"step={step} comes too late: the program is ending, and its threads take no more "
+                "work. Save before the main thread ends; it can `join` a thread that saves."
+            )
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
@@ -338,17 +355,22 @@ class Checkpoints:
         # The checksums of the step before must be written first.
         manager.wait_until_finished()
         self._writing = int(step)  # JSON holds no numbers of numpy
-        if self._writing in manager.all_steps():
-            here = f"step={step} is saved in folder={str(self._folder)!r} already"
-            rule = "checkpoints are never replaced. Save each step once, or name another folder"
-            refuse([f"{here}, and {rule}."])
+        latest = manager.latest_step()
+        if latest is not None and self._writing <= latest:
+            refuse(
+                [
+                    f"step={step} is not after step={latest}, which folder={str(self._folder)!r} "
+                    "holds: `restore` goes on from the latest, and none is replaced. Name another "
+                    "folder."
+                ]
+            )
         items = {
             STATE: ocp.args.StandardSave(arrays),
             DATA: ocp.args.JsonSave(dict(data)),
             RUN: ocp.args.JsonSave(described),
         }
         metrics = {_EVAL_LOSS: math.inf if loss is None else loss}
-        manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+        manager.save(self._writing, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore_arrays(self, step: int, shapes: Shapes) -> tuple[Tree, dict[str, Any]]:
         """Reads arrays.
@@ -389,20 +411,18 @@ class Checkpoints:
             self._manager.check_for_errors()
 
     def wait(self) -> None:
-        """Waits until what was saved is on disk."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
-
-    def _finish(self) -> None:
-        if not self._left:
-            self.wait()
+        """Waits until what was saved in the folder is on disk."""
+        writer = _WRITERS.get(self._folder)
+        if writer is not None and writer._manager is not None:
+            writer._manager.wait_until_finished()
 
     def _open(self) -> ocp.CheckpointManager:
         """Makes the folder ready to be written to."""
         if self._read_only:
             raise ValueError(f"folder={str(self._folder)!r} was opened with read_only=True.")
-        # This runs while the threads that write still take work; `atexit` would be too late.
-        threading._register_atexit(self._finish)  # type: ignore[attr-defined]
+        if (writer := _WRITERS.get(self._folder)) is not None:  # such as that of a notebook's cell
+            writer.__exit__()
+        _WRITERS[self._folder] = self
         # What the folder held at first is moved once: later, its steps may be saved again.
         damaged = self.found.damaged if self._manager is None else ()
         self._left = False
@@ -431,6 +451,21 @@ class Checkpoints:
     def _write_checksums(self) -> None:
         (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
         recovery.write_checksums(written, self._writing)
+
+
+_WRITERS: dict[Path, Checkpoints] = {}
+"""The one that writes to a folder: it would take another's unfinished files for a killed run's."""
+
+
+def _finish() -> None:
+    """Waits for everything that was saved, whatever goes wrong with some of it."""
+    with contextlib.ExitStack() as stack:
+        for writer in _WRITERS.values():
+            stack.callback(writer.wait)
+
+
+# This runs while the threads that write still take work; `atexit` would be too late.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
 
 
 def _require_json(argument: str, fields: Mapping[str, Any]) -> None:

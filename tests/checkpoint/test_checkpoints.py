@@ -253,6 +253,10 @@ def test_a_folder_without_checkpoints(two, tmp_path, caplog):
         caplog.clear()
         assert jaxpipe.Checkpoints(other).restore(pipe, OPTIMIZER) is None
         assert f"holds no checkpoint to restore. Nearest with checkpoints: {whole}." in caplog.text
+    run, mistyped = (tmp_path / name / "checkpoints" for name in ("one", "oen"))
+    shutil.copytree(whole, run)
+    assert jaxpipe.Checkpoints(mistyped).restore(pipe, OPTIMIZER) is None
+    assert f"Nearest with checkpoints: {run}." in caplog.text
 
 
 def test_what_cannot_be_restored_is_refused(two, tmp_path):
@@ -329,7 +333,8 @@ def test_what_cannot_be_saved_is_refused(two, tmp_path):
     assert not folder.exists()
     with checkpoints:
         save(1, loss=jnp.float32(2))
-        refuse(ValueError, r"step=1 is saved in .* already.* another folder\.", save, np.int32(1))
+        for step in (0, np.int32(1), True):
+            refuse(ValueError, r"is not after step=1, .* another folder\.", save, step)
         json = {"data": {}, "run": {"seeds": np.ones(2)}}
         message = r"run\['seeds'\] must be what JSON can hold"
         refuse(TypeError, message, checkpoints.save_arrays, 2, {"w": params}, **json)
@@ -344,6 +349,29 @@ jaxpipe.Checkpoints(sys.argv[1]).save_arrays(1, {"w": jnp.ones(3)}, data={})
 """
     assert finish(start("python", "-c", script, tmp_path)).err == ""
     assert jaxpipe.Checkpoints(tmp_path, read_only=True).latest == 1
+
+
+def test_a_save_after_the_end_of_a_program_is_refused_in_words(tmp_path):
+    script = """
+import atexit, sys, jax.numpy as jnp, jaxpipe
+checkpoints = jaxpipe.Checkpoints(sys.argv[1])
+atexit.register(lambda: checkpoints.save_arrays(1, {"w": jnp.ones(3)}, data={}))
+"""
+    errors = finish(start("python", "-c", script, tmp_path)).err
+    assert "step=1 comes too late: the program is ending" in errors
+
+
+def test_who_opens_a_folder_last_writes_it_and_the_one_before_has_finished(tmp_path):
+    """As when a cell of a notebook runs again."""
+    arrays = {"w": jnp.ones(1 << 22)}
+    first, second = jaxpipe.Checkpoints(tmp_path, keep=2), jaxpipe.Checkpoints(tmp_path, keep=2)
+    first.save_arrays(1, arrays, data={})
+    second.save_arrays(2, arrays, data={})
+    with pytest.raises(ValueError, match="and with the `Checkpoints` of this folder that was made"):
+        first.save_arrays(3, arrays, data={})
+    first.wait()
+    assert second.steps == [1, 2]
+    assert jaxpipe.Checkpoints(tmp_path, read_only=True).latest == 2
 
 
 def test_a_folder_that_cannot_be_made_leaves_no_thread_that_keeps_the_program_alive(tmp_path):
