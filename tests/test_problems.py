@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+import jaxpipe
 from jaxpipe.asynchronous import SteadyState
 from jaxpipe.commands import options
 from jaxpipe.schedule import catalog
@@ -83,6 +86,17 @@ def test_arguments_that_have_no_place_are_told_in_the_names_of_each_surface():
     assert options.message(caught.value).endswith("stands: leave out --chunks, --group.")
     (failure,) = errors.of_schedule(caught.value, "a.csv")
     assert failure.message.endswith("stands: leave out pipeline.chunks, pipeline.group.")
+
+
+def test_the_library_knows_no_names_of_the_trainer():
+    """No text of its code, other than of commands, holds a field of a configuration."""
+    folder = Path(jaxpipe.__file__).parent
+    field = re.compile(r"(?<![\w.])(pipeline|mesh|model|asynchronous)\.[a-z]")
+    for path in {*folder.rglob("*.py")} - {*(folder / "commands").iterdir()}:
+        nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        texts = {node for node in nodes if isinstance(node, ast.Constant)} - {*docstrings}
+        assert not [node.value for node in texts if field.search(str(node.value))], path
 
 
 def test_the_trainer_knows_which_fields_a_rule_reads():

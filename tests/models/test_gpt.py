@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import jaxpipe
 from jaxpipe.runtime.layers.split import split_layer
-from models import gpt, rotary
+from models import blocks, gpt, rotary
 from models.gpt import GPTConfig
 
 TINY = GPTConfig(
@@ -150,6 +151,23 @@ def test_weight_half_of_the_backward_is_the_weight_matmuls_only(config):
     )
     matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
     assert str(program).count("dot_general[") == len(matrices)
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (blocks.matmul, jnp.matmul),
+        (functools.partial(blocks.einsum, "ij,jk->ik"), functools.partial(jnp.einsum, "ij,jk->ik")),
+    ],
+    ids=["matmul", "einsum"],
+)
+def test_kernel_gradients_are_those_of_a_plain_matmul(ours, plain):
+    x, kernel = jax.random.normal(jax.random.key(0), (2, 5, 5))
+    found, wanted = (
+        jax.grad(lambda *args, matmul=matmul: jnp.sin(matmul(*args)).sum(), (0, 1))(x, kernel)
+        for matmul in (ours, plain)
+    )
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [TINY, GPT2], ids=["rotary", "learned"])

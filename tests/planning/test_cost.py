@@ -14,7 +14,7 @@ import pytest
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, without_devices
-from jaxpipe.planning.plans import PlacedPlan, Plan, Program, grown, table_of
+from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.measure.memory import tree_bytes
@@ -259,6 +259,52 @@ def test_long_steps_lie_on_the_line_of_shorter_ones(config, changes):
     held = slots["until_b"] * one.mean("until_b") + slots["until_w"] * one.mean("until_w")
     residuals = cost.device_bytes(one, program)["residuals"]
     assert residuals == pytest.approx(one.layers_per_chunk * held)
+
+
+BUS = 0.8 * 64e9
+"""Bytes per second between an H100 and its host."""
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_the_optimizers_state_on_the_host_takes_what_activations_leave_of_it(rows):
+    """And goes over the bus twice."""
+    here, there = (
+        placed(SMALL, rows=rows, zero=1, on_host=Offload(state=on_host))
+        for on_host in (False, True)
+    )
+    program = cost.program_of(here, published=True)
+    kept, moved = (cost.device_bytes(one, program) for one in (here, there))
+    state = kept["optimizer"]
+    assert state == 2 * 4 * (here.stage_parameters + here.outer_parameters) / PLAN.data
+    layers = sum(kept[name] for name in ("residuals", "crossing", "inboxes", "moving", "working"))
+    rest = sum(kept.values()) - layers - state
+    assert sum(moved.values()) == pytest.approx(rest + max(layers, state))
+    assert cost.least_bytes(there) <= sum(moved.values())
+    seconds, longer = (cost.step_seconds(one, program) for one in (here, there))
+    more = {name: longer[name] - seconds[name] for name in longer}
+    assert more.pop("update") == pytest.approx(2 * state / BUS)
+    assert not any(more.values())
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_residuals_on_the_host_leave_the_device_and_take_the_bus(rows):
+    here, there = (
+        placed(SMALL, rows=rows, on_host=Offload(residuals=on_host)) for on_host in (False, True)
+    )
+    program = cost.program_of(there, published=True)
+    bytes_here, bytes_there = (cost.device_bytes(one, program) for one in (here, there))
+    kept = bytes_here.pop("residuals")
+    assert bytes_there.pop("residuals") == 0 < kept
+    assert bytes_here == bytes_there
+    assert cost.least_bytes(there) <= sum(bytes_there.values())
+    one, other = cost.layer_costs(here), cost.layer_costs(there)
+    layer = here.sizes.layers[0]
+    sent = (layer.until_b.at(rows) + layer.until_w.at(rows)) / BUS
+    assert other.f == pytest.approx(one.f + sent)
+    assert other.b == pytest.approx(one.b + sent)
+    assert other.w == one.w  # nothing is kept for W
+    found, longer = (cost.step_seconds(one, program)["transfers"] for one in (here, there))
+    assert longer - found == pytest.approx(kept / BUS)
 
 
 def test_slices_fill_the_pipeline_of_few_sequences():

@@ -16,7 +16,7 @@ from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, devices, plans, search
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
 from jaxpipe.planning.search import Goal
-from jaxpipe.planning.sizes import ModelSizes, Variant
+from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 
 
 def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: Goal):
@@ -123,10 +123,25 @@ def test_compiled_memory_replaces_what_was_predicted(model):
         search.compiled(result, lambda one: 61e9, count=2, goal=goal)
 
 
-def test_too_little_memory_is_refused(model):
-    cluster = devices.cluster("h100", 4, memory=1e9)
+def test_plans_whose_room_would_not_do_put_the_state_on_the_host():
+    """Where devices hold a little less than the leanest plan with its state on them."""
+    nothing = Linear(0, 0)
+    matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
+    kept = Linear(0, 1e7), nothing, nothing, nothing
+    layer = LayerSizes(matmul, matmul, matmul, 10**6, *kept, ((1000, 1000),))
+    sizes = Sizes((layer,), (0,) * 4, Linear(0, 1.0), 2 * 10**6, 0, matmul, nothing)
+    model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {NONE: sizes})
+    cluster, goal = devices.cluster("h100", 2), Goal(None, (16,))
+    leanest = min(
+        one.device_bytes for one in exhaustive(model, cluster, goal) if not any(one.plan.on_host)
+    )
+    limited = dataclasses.replace(cluster, memory_bytes=leanest - 1)
+    assert all(one.plan.on_host.state for one in search.search(model, [limited], goal).best)
+    stays = dataclasses.replace(model, may_offload=False)
     with pytest.raises(ArgumentError, match="is too little for any plan: the leanest needs"):
-        search.search(model, [cluster], Goal(None, (32,)))
+        search.search(stays, [limited], goal)
+    shared = devices.cluster("cpu", 4)  # whose memory is that of the host
+    assert [*plans.on_host(model, shared)] == [plans.NOTHING]
 
 
 def test_the_best_plan_without_stages_stands_beside_the_best(model):

@@ -6,13 +6,16 @@ import dataclasses
 import doctest
 import importlib
 import pkgutil
+import sys
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 
 import jaxpipe.schedule
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe
+from jaxpipe.schedule.simulate import Costs
 
 
 def test_unknown_names_get_the_nearest():
@@ -88,31 +91,66 @@ def test_names_that_mean_something_else_are_refused(name, expected):
         catalog.register(name)
 
 
-def backwards_first(stages, microbatches):
-    good = gpipe(stages, microbatches)
-    return dataclasses.replace(good, orders=(good.orders[0][::-1], *good.orders[1:]))
+def changed(**fields):
+    """A function whose schedule has other fields than GPipe."""
+    return lambda p, m: dataclasses.replace(gpipe(p, m), **fields)
 
 
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     ("function", "options", "expected"),
     [
-        (lambda p, m: None, {}, "mine returned NoneType, and must return a Schedule"),
+        (lambda p, m: None, {}, " returned NoneType, and must return a Schedule"),
         (lambda p, m: 1 // 0, {}, r"raised ZeroDivisionError at .*test_catalog\.py:\d+: integer"),
-        (lambda p, m: gpipe(3, 2), {}, "of stages=3, microbatches=2; it was asked for stages=2, m"),
-        (
-            lambda p, m, *, num_slices: gpipe(p, m),
-            {"slices": 2},
-            r"microbatches=2, slices=1; it was asked for .*slices=2",
-        ),
-        (backwards_first, {}, r"(?s)0W1 on stage 0 comes before.*stage 0 +>0W1<"),
+        (lambda p, m: gpipe(3, 2), {}, "stages=3 and microbatches=2|stages=3, microbatches=2; it"),
+        (lambda p, m, *, num_slices: gpipe(p, m), {"slices": 2}, "slices"),
+        (changed(orders=(gpipe(1, 2).orders[0][::-1],)), {}, r"(?s)0W1 on .*stage 0 +>0W1<"),
+        (changed(orders=(("0F0",),)), {}, "'0F0' on stage 0 is str, and must be an Action"),
+        (changed(num_microbatches=3), {}, "0F2 is missing"),
     ],
-    ids=["nothing", "raises", "another shape", "not sliced", "invalid"],
+    ids=["nothing", "raises", "other shape", "not sliced", "order", "no actions", "incomplete"],
 )
-def test_what_a_registered_function_does_wrong_is_said(function, options, expected):
+def test_what_a_function_of_ones_own_does_wrong_is_said(function, options, expected, monkeypatch):
+    """Whether it is registered or named by its module."""
     catalog.register("mine")(function)
+    monkeypatch.setitem(sys.modules, "theirs", SimpleNamespace(function=function))
+    for name in ("mine", "theirs:function"):
+        with pytest.raises(ValueError, match=expected):
+            catalog.build(name, stages=1, microbatches=2, **options)
+
+
+def test_a_function_is_named_by_its_module_and_reads_what_its_parameters_say(monkeypatch):
+    theirs = SimpleNamespace(
+        priced=lambda p, m, *, costs: gpipe(p, m, fused=costs.f == 7),
+        any_options=lambda p, m, **options: gpipe(p, m, fused=options == {"num_chunks": 1}),
+    )
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    fused = gpipe(2, 4, fused=True).orders
+    shape = {"stages": 2, "microbatches": 4}
+    assert catalog.build("theirs:priced", **shape, costs=Costs(7, 1, 1)).orders == fused
+    assert catalog.build("theirs:any_options", **shape, chunks=1).orders == fused
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("theirs:number", "not a function but int"),
+        ("theirs:nothing", "has no attribute 'nothing'"),
+        ("theirs:needy", "missing a required"),
+        ("no_syntax:f", r"no_syntax\.py:2: invalid syntax"),
+        ("no_import:f", r"no_import\.py:1: No module"),
+        ("builtins:max", "does not say what parameters it has"),
+        (":", "is no function Python can import"),
+    ],
+)
+def test_what_is_no_function_that_gives_schedules_is_said(tmp_path, monkeypatch, name, expected):
+    theirs = SimpleNamespace(number=3, needy=lambda p, m, *, memory_limit: gpipe(p, m))
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    (tmp_path / "no_syntax.py").write_text("\ndef f(:\n")
+    (tmp_path / "no_import.py").write_text("import no_such_module_either\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=expected):
-        catalog.build("mine", stages=2, microbatches=2, **options)
+        catalog.build(name, stages=2, microbatches=2)
 
 
 @pytest.mark.usefixtures("registry")

@@ -158,58 +158,21 @@ def test_show_takes_a_users_own_file(tmp_path, capsys, file):
         assert expected in capsys.readouterr().err
 
 
-THEIRS = """
-import dataclasses
-from jaxpipe.schedule.generators.breadth_first import gpipe
-
-number = 3
-
-def bad(p, m): return dataclasses.replace(gpipe(p, m), num_microbatches=m + 1)
-def priced(p, m, *, costs): return gpipe(p, m, fused=costs.f == 7)
-def any_options(p, m, **options): return gpipe(p, m, fused=options == {'num_chunks': 1})
-def needy(p, m, *, memory_limit): return gpipe(p, m)
-def strings(p, m): return dataclasses.replace(gpipe(p, m), orders=(('0F0',),) * p)
-def raises(p, m): raise KeyError('no luck')
-"""
+GPIPE = "jaxpipe.schedule.generators.breadth_first:gpipe"
 
 
-@pytest.fixture
-def theirs(tmp_path, monkeypatch):
-    """Modules of a user's own."""
-    (tmp_path / "theirs.py").write_text(THEIRS)
-    (tmp_path / "no_syntax.py").write_text("\ndef f(:\n")
-    (tmp_path / "no_import.py").write_text("import no_such_module_either\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_show_takes_a_users_own_function(capsys):
+    assert main(["show", GPIPE, *SHAPE]) == 0
+    assert f"{GPIPE}, p=4 v=1 m=8" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("theirs")
-@pytest.mark.parametrize(
-    ("name", "options"), [("priced", ["--costs", "7,1,1"]), ("any_options", ["--chunks", "1"])]
-)
-def test_show_takes_a_users_own_function_and_options_that_it_reads(capsys, name, options):
-    assert main(["show", f"theirs:{name}", *SHAPE, *options]) == 0
-    printed = capsys.readouterr().out
-    assert f"theirs:{name}, p=4 v=1 m=8" in printed
-    assert "BW0" in printed
-
-
-@pytest.mark.usefixtures("theirs")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["theirs:bad", *SHAPE], "0F8 is missing"),
-        (["theirs:number", *SHAPE], "not a function but int"),
-        (["theirs:nothing", *SHAPE], "has no attribute 'nothing'"),
-        (["theirs:needy", *SHAPE], "missing a required"),
-        (["theirs:strings", *SHAPE], "'0F0' on stage 0 is str, and must be an Action"),
-        (["theirs:raises", *SHAPE], "theirs.py:12: 'no luck'"),
-        (["theirs:bad", *SHAPE, "--chunks", "2"], "it has no parameter num_chunks.\nNearest valid"),
-        (["theirs:bad"], "needs --stages and --microbatches"),
-        (["no_syntax:f", *SHAPE], "no_syntax.py:2: invalid syntax"),
-        (["no_import:f", *SHAPE], "no_import.py:1: No module"),
-        (["builtins:max", *SHAPE], "does not say what parameters it has"),
-        ([":", *SHAPE], "is no function Python can import"),
-        # It has no attribute f; nobody looks, since the numbers cannot be.
+        ([GPIPE, *SHAPE, "--chunks", "2"], "it has no parameter num_chunks.\nNearest valid: leave"),
+        ([GPIPE], "needs --stages and --microbatches"),
+        (["json:f", *SHAPE], "has no attribute 'f'"),
+        # Nobody looks whether it has, since the numbers cannot be.
         (["json:f", "--stages", "0", "--microbatches", "8"], "--stages 0 must be at least 1"),
         (["json:f", "--stages", "4", "--microbatches", "1000000000"], "passes, beyond 5000000"),
         (["json:f", *SHAPE, "--memory-limit", "0"], "--memory-limit 0.0 must be above 0"),

@@ -64,16 +64,6 @@ def test_text_shows_every_action_in_order_and_rows_end_together(name, costs, clo
         assert re.findall(r"[FBW]+\d+", line) == labels
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
-def test_text_of_pairs_names_both_and_marks_the_forward(overlap):
-    schedule = build("dualpipe-v-published", stages=3, microbatches=14)
-    drawn = simulate(schedule, Costs(1, 0.8, 0.3, 0.2, overlap))
-    together = set(schedule.overlapped)
-    for line, row in zip(stage_lines(draw.text(drawn)), drawn.rows, strict=True):
-        labels = [f"{part.action}" + "+" * (part.action in together) for part in row]
-        assert re.findall(r"\d+[FBW]+\d+\+?", line) == labels
-
-
 def test_colour_only_where_asked():
     plain, coloured = draw.text(timeline()), draw.text(timeline(), colour=True)
     assert "\x1b" not in plain
