@@ -44,16 +44,16 @@ def make_batch() -> dict:
     return {"x": jax.random.normal(jax.random.key(1), (16, WIDTH))}
 
 
-def found(model, params=None, batch=None, **options) -> str:
+MODEL, PARAMS, BATCH = make_model(), make_params(), make_batch()
+BOTH = [jaxpipe.make_mesh(stage=2), jaxpipe.make_mesh(stage=2, data=2)]
+ONE = {"schedules": ["1f1b"], "meshes": BOTH[1:]}
+
+
+def found(model, **options) -> str:
     """The report of an assertion that must fail."""
     with pytest.raises(AssertionError) as error:
-        testing.assert_matches_unpipelined(
-            model, params or make_params(), batch or make_batch(), **options
-        )
+        testing.assert_matches_unpipelined(model, PARAMS, BATCH, **ONE | options)
     return str(error.value)
-
-
-ONE = {"schedules": ["1f1b"]}
 
 
 # What is found.
@@ -61,7 +61,7 @@ ONE = {"schedules": ["1f1b"]}
 
 @pytest.mark.pipeline
 def test_a_model_that_is_right_passes_on_every_mesh_with_every_schedule():
-    pipes = testing.assert_matches_unpipelined(make_model(), make_params(), make_batch(), zero=3)
+    pipes = testing.assert_matches_unpipelined(MODEL, PARAMS, BATCH, zero=3)
     assert [(pipe.schedule.name, pipe.mesh.size, pipe.options.zero) for pipe in pipes] == [
         *((name, 2, 0) for name in ("gpipe", "1f1b", "zb-h1")),
         *((name, 4, 3) for name in ("gpipe", "1f1b", "zb-h1")),
@@ -76,13 +76,12 @@ def test_a_layer_that_reads_its_stage_is_found():
             scale = 1
         return linear(w | {"bias": scale * w["bias"]}, x, batch, rng)
 
-    mesh = jaxpipe.make_mesh(stage=2)
-    text = found(make_model(layer), schedules=["gpipe", "1f1b"], meshes=[mesh])
+    text = found(make_model(layer), meshes=BOTH)
     first, worst, *rest = text.split("\n")
     assert first.startswith("2 of 2 configurations differ from the reference by more than 1e-05 of")
     assert re.match(r"Worst: gradients\['layers'\]\['(kernel|bias)'\] is .*, expected .*", worst)
-    assert "with schedule 'gpipe' on {'data': 1, 'stage': 2}." in worst
-    assert any(line.startswith("  schedule '1f1b' on {'data': 1, 'stage': 2}: ") for line in rest)
+    assert "with schedule '1f1b' on {'data': " in worst
+    assert any(line.startswith("  schedule '1f1b' on {'data': ") for line in rest)
     assert {"  loss", "  evaluated loss", "  gradients['embed']"} <= {
         line.partition(":")[0] for line in rest
     }
@@ -104,12 +103,10 @@ def test_a_wrong_derivative_is_found_by_a_reference_that_does_not_share_it():
             x = linear(jax.tree.map(lambda w, n=n: w[n], params["layers"]), x, batch, rng)
         return jnp.mean(x**2)
 
-    text = found(make_model(layer), reference=reference, **ONE)
+    text = found(make_model(layer), reference=reference)
     assert "Worst: gradients['layers']['kernel'] is" in text
     assert "\n  loss:" not in text
-    testing.assert_matches_unpipelined(
-        make_model(), make_params(), make_batch(), reference=reference, **ONE
-    )
+    testing.assert_matches_unpipelined(MODEL, PARAMS, BATCH, reference=reference, **ONE)
 
 
 def wrong_on_the_second_shard(value):
@@ -125,7 +122,7 @@ def test_a_metric_that_is_wrong_is_found_where_it_is_wrong():
         largest = wrong_on_the_second_shard(jax.lax.stop_gradient(jnp.abs(x).max()))
         return jnp.mean(x**2), {"largest": largest, "rows": jaxpipe.Sum(len(x))}
 
-    text = found(make_model(head_loss=head_loss), **ONE)
+    text = found(make_model(head_loss=head_loss), meshes=BOTH)
     assert text.startswith("1 of 2 configurations differ")
     assert "metrics['largest']" in text.split("\n")[1]
     assert "{'data': 2, 'stage': 2}" in text.split("\n")[1]
@@ -138,8 +135,8 @@ def test_a_state_that_is_wrong_is_found():
         return linear(w, x, batch, rng), {"mean": 0.9 * state["mean"] + 0.1 * mean}
 
     states = tuple({"mean": jnp.zeros(())} for _ in range(4))
-    text = found(make_model(layer, stateful=True), states=states, **ONE)
-    assert text.startswith("1 of 2 configurations differ")
+    text = found(make_model(layer, stateful=True), states=states)
+    assert text.startswith("1 of 1 configurations differ")
     assert re.search(r"Worst: states\[\d\]\['mean'\] is", text)
 
 
@@ -147,7 +144,7 @@ def test_not_a_number_is_a_difference():
     def head_loss(outer, x, batch, rng):
         return jnp.mean(x**2) * jnp.where(wrong_on_the_second_shard(1) == 2, jnp.nan, 1)
 
-    text = found(make_model(head_loss=head_loss), **ONE)
+    text = found(make_model(head_loss=head_loss))
     assert "is nan" in text.split("\n")[1]
     assert "inf of the largest value" in text.split("\n")[1]
 
@@ -160,8 +157,8 @@ def test_counts_are_compared_exactly():
         loss = jaxpipe.unpipelined.loss(make_model(), params, batch)
         return loss, {"count": jnp.int32(10**8 * num_microbatches * data_shards + 1)}
 
-    text = found(make_model(head_loss=head_loss), reference=reference, **ONE)
-    assert "Worst: metrics['count'] is 4e+08, expected 4e+08: off by 1.0e+00" in text
+    text = found(make_model(head_loss=head_loss), reference=reference)
+    assert "Worst: metrics['count'] is 8e+08, expected 8e+08: off by 1.0e+00" in text
 
 
 def test_a_gradient_of_which_only_rounding_is_left_has_a_floor():
@@ -169,27 +166,26 @@ def test_a_gradient_of_which_only_rounding_is_left_has_a_floor():
         rounding = 1e-9 * wrong_on_the_second_shard(1.0)
         return linear(w | {"bias": rounding * w["bias"]}, x, batch, rng)
 
-    model, arguments = make_model(layer), (make_params(), make_batch())
-    text = found(model, **ONE)
+    model = make_model(layer)
+    text = found(model)
     assert "Worst: gradients['layers']['bias']" in text
     floor = float(re.search(r"give floor=(\S+)\.$", text).group(1))
-    testing.assert_matches_unpipelined(model, *arguments, floor=floor, **ONE)
+    testing.assert_matches_unpipelined(model, PARAMS, BATCH, floor=floor, **ONE)
 
 
-def test_a_reference_must_return_what_the_model_does():
-    model = make_model()
-    with pytest.raises(ValueError, match="one a loss, the other a loss and metrics"):
-        testing.assert_matches_unpipelined(
-            model, make_params(), make_batch(), reference=lambda *_, **__: (1.0, {}), **ONE
-        )
-    text = found(model, reference=lambda *_, **__: jnp.zeros(2).sum().astype("bfloat16"), **ONE)
-    assert "loss': types: float32 != bfloat16" in text
-
-
-def test_a_model_with_split_tables_needs_a_reference():
-    model = make_model(stage_split={"embed": 0, "head": {}})
+def test_what_cannot_be_compared_is_refused():
+    for options, message in (
+        ({"reference": lambda *_, **__: (1.0, {})}, "one a loss, the other a loss and metrics"),
+        ({"schedules": "1f1b"}, "give at least one, in a list"),
+        ({"meshes": []}, "give at least one, in a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            testing.assert_matches_unpipelined(MODEL, PARAMS, BATCH, **ONE | options)
+    split = make_model(stage_split={"embed": 0, "head": {}})
     with pytest.raises(ValueError, match=r"Model.stage_split.*reference=functools.partial"):
-        testing.assert_matches_unpipelined(model, make_params(), make_batch())
+        testing.assert_matches_unpipelined(split, PARAMS, BATCH)
+    text = found(MODEL, reference=lambda *_, **__: jnp.zeros(2).sum().astype("bfloat16"))
+    assert "loss': types: float32 != bfloat16" in text
 
 
 # Counts.
@@ -285,21 +281,12 @@ def test_devices_that_come_too_late_are_refused_with_the_remedy():
     assert "right after `import jax`, or at the top of conftest.py" in done.stderr
 
 
-@pytest.mark.parametrize("cases", [{"schedules": "1f1b"}, {"meshes": []}])
-def test_nothing_to_compare_is_refused(cases):
-    model = jaxpipe.Model(*[lambda *args: args[1]] * 3)
-    with pytest.raises(ValueError, match="give at least one, in a list"):
-        testing.assert_matches_unpipelined(model, {}, {}, **cases)
-
-
 def test_no_device_is_refused():
     with pytest.raises(ValueError, match="num_devices=0 must be at least 1"):
         testing.simulate_devices(0)
 
 
 def test_the_package_does_not_import_its_helpers_for_tests():
-    done = run("pass")
-    assert done.returncode == 0
     code = "import sys, jaxpipe; jaxpipe.Pipeline; print('jaxpipe.testing' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -52,7 +52,7 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     what it overwrites.
 
     Tests: ``test_compiled.py::test_the_tick_loop_copies_no_whole_buffer``,
-    ``test_layered.py::test_no_gradient_is_kept_but_that_of_the_chunk_in_work``.
+    ``test_training_step.py::test_no_gradient_is_kept_but_that_of_the_chunk_in_work``.
     """
     return lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, carry: body(carry), carry)
 
@@ -63,7 +63,7 @@ def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:
     An array that is overwritten whole depends on nothing that the tick loop carries: XLA would
     gather every chunk of unrolled weights before the first tick, and keep them all.
 
-    Test: ``test_unrolled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
+    Test: ``test_compiled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
     """
     return jnp.where(slot >= 0, new, old)
 

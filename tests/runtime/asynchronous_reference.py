@@ -26,83 +26,35 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to train with.
+    """What to train with."""
 
-    Args:
-      stages: P.
-      microbatches: N.
-      method: pipemare, pipedream, 2bw, or synchronous.
-      optimizer: sgd, momentum, adam, or adamw with a decaying rate.
-      rescheduling_steps: T1's K, or None.
-      discrepancy_decay: T2's D, or None.
-      remat: what is kept from F to the backward: "none" tanh's output, "dots" the matmul's, "full"
-        the input.
-      recompute_segment: stages that recompute together from what entered the first, or None.
-      clip_norm: largest norm over the newest finished gradients of all parts, or None; the warm-up
-        is not clipped.
-      warm_up: T3: minibatches that train synchronously first.
-      drains: minibatches before which the pipeline is drained.
-      shards: data shards; each has as many rows of a minibatch, one after the other.
-    """
-
-    stages: int
-    microbatches: int
-    method: str = "pipemare"
-    optimizer: str = "sgd"
-    rescheduling_steps: int | None = None
-    discrepancy_decay: float | None = None
+    stages: int  # P
+    microbatches: int  # N
+    method: str = "pipemare"  # or pipedream, 2bw, synchronous
+    optimizer: str = "sgd"  # or momentum, adam, adamw with a decaying rate
+    rescheduling_steps: int | None = None  # T1's K
+    discrepancy_decay: float | None = None  # T2's D
+    # What is kept from F to the backward: tanh's output, the matmul's ("dots"), the input ("full").
     remat: str = "none"
-    recompute_segment: int | None = None
-    clip_norm: float | None = None
-    warm_up: int = 0
-    drains: tuple[int, ...] = ()
-    shards: int = 1
+    recompute_segment: int | None = None  # stages that recompute together from the first's input
+    clip_norm: float | None = None  # of the newest finished gradients of all parts, once warm
+    warm_up: int = 0  # T3: minibatches that train synchronously first
+    drains: tuple[int, ...] = ()  # minibatches before which the pipeline is drained
+    shards: int = 1  # of data; each has as many rows of a minibatch, one after the other
 
     def oldest(self, k: int) -> int:
         """The version with which the pipeline was filled that minibatch k goes through."""
         return max([self.warm_up, *(d for d in self.drains if d <= k)])
 
 
-class Optimizer:
-    """One part's optimizer."""
-
-    def __init__(self, name: str, weights: Weights) -> None:
-        self.name, self.count = name, 0
-        self.first = {k: np.zeros_like(w) for k, w in weights.items()}
-        self.second = {k: np.zeros_like(w) for k, w in weights.items()}
-
-    def update(self, gradients: Weights, weights: Weights) -> Weights:
-        self.count += 1
-        return {k: self._leaf(k, g, weights[k]) for k, g in gradients.items()}
-
-    def _leaf(self, k: str, g: np.ndarray, w: np.ndarray) -> np.ndarray:
-        if self.name == "sgd":
-            return -0.02 * g
-        if self.name == "momentum":
-            self.first[k] = 0.9 * self.first[k] + g
-            return -0.01 * self.first[k]
-        self.first[k] = 0.9 * self.first[k] + 0.1 * g
-        self.second[k] = 0.95 * self.second[k] + 0.05 * g * g
-        mean = self.first[k] / (1 - 0.9**self.count)
-        square = self.second[k] / (1 - 0.95**self.count)
-        step = mean / (np.sqrt(square) + 1e-6)
-        if self.name == "adam":
-            return -0.01 * step
-        return -0.02 / self.count * (step + 0.1 * w)  # adamw, rate 0.02 / (step + 1)
-
-
 class Part:
-    """Weights that are updated together: all their versions, and what the methods keep."""
+    """Weights that are updated together: all versions, and what methods and optimizer keep."""
 
     def __init__(self, weights: Weights, *, tau: float, settings: Settings) -> None:
-        self.history = [weights]
-        self.tau, self.settings = tau, settings
-        self.optimizer = Optimizer(settings.optimizer, weights)
-        self.deltas = [{k: np.zeros_like(w) for k, w in weights.items()}]
+        self.history, self.tau, self.settings = [weights], tau, settings
+        zeros = {k: np.zeros_like(w) for k, w in weights.items()}
+        self.deltas, self.first, self.second = [zeros], dict(zeros), dict(zeros)
         self.squared_norm = 0.0
-
-    def at(self, version: int) -> Weights:
-        return self.history[version]
 
     def corrected(self, version: int, tau: float) -> Weights:
         """T2: a guess of the weights from tau updates before a version."""
@@ -113,7 +65,7 @@ class Part:
 
     def update(self, gradients: Weights) -> None:
         k, old = len(self.history) - 1 - self.settings.warm_up, self.history[-1]
-        step = self.optimizer.update(gradients, old)
+        step = {name: self._step(name, g, old[name]) for name, g in gradients.items()}
         if self.settings.rescheduling_steps is not None and k >= 0:
             p = 1 - min(k / self.settings.rescheduling_steps, 1)
             step = {name: s / max(self.tau, 1) ** p for name, s in step.items()}
@@ -124,24 +76,30 @@ class Part:
             delta = {name: gamma * delta[name] + (1 - gamma) * step[name] for name in old}
         self.deltas.append(delta)
 
+    def _step(self, k: str, g: np.ndarray, w: np.ndarray) -> np.ndarray:
+        """The optimizer's, of one array."""
+        name, count = self.settings.optimizer, len(self.history)
+        if name == "sgd":
+            return -0.02 * g
+        if name == "momentum":
+            self.first[k] = 0.9 * self.first[k] + g
+            return -0.01 * self.first[k]
+        self.first[k] = 0.9 * self.first[k] + 0.1 * g
+        self.second[k] = 0.95 * self.second[k] + 0.05 * g * g
+        mean = self.first[k] / (1 - 0.9**count)
+        square = self.second[k] / (1 - 0.95**count)
+        step = mean / (np.sqrt(square) + 1e-6)
+        if name == "adam":
+            return -0.01 * step
+        return -0.02 / count * (step + 0.1 * w)  # adamw, rate 0.02 / (step + 1)
+
 
 class Trained(NamedTuple):
-    """What training gives.
+    """What training gives."""
 
-    Args:
-      losses: of every minibatch.
-      params: at the end, like the ones given.
-      states: after every minibatch, the layers' states; empty for layers without.
-    """
-
-    losses: list[float]
-    params: dict
-    states: list[dict[int, np.ndarray]]
-
-
-def losses(settings: Settings, params: dict, minibatches: list[dict]) -> tuple[list[float], dict]:
-    """The loss of every minibatch, and the parameters at the end; arguments as for `train`."""
-    return train(settings, params, minibatches)[:2]
+    losses: list[float]  # of every minibatch
+    params: dict  # at the end, like the ones given
+    states: list[dict[int, np.ndarray]]  # of layers, after every minibatch
 
 
 def train(
@@ -167,61 +125,41 @@ def train(
 
 @dataclasses.dataclass
 class _Flight:
-    """What one data shard has of a microbatch in flight.
-
-    Args:
-      rows: its inputs and targets.
-      x: what the last forward has put out.
-      read: by stage, the weights that its forward has read.
-      means: by layer, the state that its forward has read.
-      entered: by stage, what entered it.
-      values: by stage, the layers' values inside, for the backward.
-    """
+    """What one data shard has of a microbatch in flight."""
 
     rows: dict
-    x: np.ndarray
-    read: dict[int, Weights] = dataclasses.field(default_factory=dict)
-    means: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    entered: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    values: dict[int, list] = dataclasses.field(default_factory=dict)
+    x: np.ndarray  # what the last forward has put out
+    read: dict[int, Weights] = dataclasses.field(default_factory=dict)  # by a stage's forward
+    means: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # by a layer's
+    entered: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)  # a stage
+    values: dict[int, list] = dataclasses.field(default_factory=dict)  # inside a stage's layers
 
 
 class _Loop:
     def __init__(self, settings: Settings, params: dict, minibatches: list[dict], states: dict):
         self.s, self.minibatches = settings, minibatches
         P, N = settings.stages, settings.microbatches
-        layers = params["layers"]
-        self.packed = isinstance(layers, tuple)
-        if self.packed:
-            layers = {k: [layer[k] for layer in layers] for k in ("up", "bias", "down")}
-        layers = {k: [np.asarray(w, np.float64) for w in ws] for k, ws in layers.items()}
-        count = len(layers["up"])
-        share, extra = divmod(count, P)
-        self.held, first = {}, 0
-        for i in range(1, P + 1):
-            self.held[i] = range(first, first + share + (i <= extra))
-            first = self.held[i].stop
+        self.packed, layers = isinstance(params["layers"], tuple), params["layers"]
+        if not self.packed:
+            layers = [{k: w[n] for k, w in layers.items()} for n in range(len(layers["up"]))]
+        share, extra = divmod(len(layers), P)
+        firsts = [share * i + min(i, extra) for i in range(P + 1)]
+        self.held = {i: range(*firsts[i - 1 : i + 1]) for i in range(1, P + 1)}
         one = {"pipemare": 1, "pipedream": 1, "2bw": 0, "synchronous": 0}[settings.method]
 
+        def part(weights: dict, tau: float) -> Part:
+            weights = {k: np.asarray(w, np.float64) for k, w in weights.items()}
+            return Part(weights, tau=tau + (settings.method == "2bw"), settings=settings)
+
         def tau(i: int) -> float:
-            return one * (2 * (P - i) + 1) / N + (settings.method == "2bw")
+            return one * (2 * (P - i) + 1) / N
 
         self.stages = {
-            i: Part(
-                {f"{k}{n}": w[n] for k, w in layers.items() for n in self.held[i]},
-                tau=tau(i),
-                settings=settings,
-            )
-            for i in range(1, P + 1)
+            i: part({f"{k}{n}": w for n in held for k, w in layers[n].items()}, tau(i))
+            for i, held in self.held.items()
         }
-        outer = {
-            name: {k: np.asarray(w, np.float64) for k, w in params[name].items()}
-            for name in ("embed", "head")
-        }
-        self.tied = not outer["head"]
-        self.embed = Part(outer["embed"], tau=tau(1), settings=settings)
-        head_tau = 1.0 if settings.method == "2bw" else 0.0
-        self.head = Part(outer["head"], tau=head_tau, settings=settings)
+        self.embed, self.head = part(params["embed"], tau(1)), part(params["head"], 0.0)
+        self.tied = not params["head"]
         self.parts = [self.embed, *self.stages.values(), self.head]
         self.means = [
             {n: np.asarray(mean, np.float64) for n, mean in states.items()}
@@ -233,16 +171,14 @@ class _Loop:
         self.states_after: list[dict[int, np.ndarray]] = [{} for _ in minibatches]
 
     def params(self) -> dict:
-        each = [
+        layers = tuple(
             {k: part.history[-1][f"{k}{n}"] for k in ("up", "bias", "down")}
             for i, part in self.stages.items()
             for n in self.held[i]
-        ]
-        layers = (
-            {k: np.stack([w[k] for w in each]) for k in each[0]} if not self.packed else (*each,)
         )
-        outer = {"embed": self.embed.history[-1], "head": self.head.history[-1]}
-        return {"layers": layers, **outer}
+        if not self.packed:
+            layers = {k: np.stack([w[k] for w in layers]) for k in layers[0]}
+        return {"embed": self.embed.history[-1], "layers": layers, "head": self.head.history[-1]}
 
     # Which weights are read.
 
@@ -257,7 +193,7 @@ class _Loop:
     def forward_weights(self, part: Part, i: int, k: int, j: int) -> Weights:
         """What F of microbatch j of minibatch k reads on stage i."""
         missing = (2 * (self.s.stages - i) + 1 - j) / self.s.microbatches
-        return part.at(self.version(k, missing))
+        return part.history[self.version(k, missing)]
 
     def segment_end(self, i: int) -> int:
         segment = self.s.recompute_segment
@@ -279,8 +215,8 @@ class _Loop:
         """The head's matrix when microbatch j leaves, P-1 ticks after it entered."""
         if self.tied:
             missing = (self.s.stages - j) / self.s.microbatches
-            return self.embed.at(self.version(k, missing))["table"].T
-        return self.head.at(self.version(k, 0))["readout"]
+            return self.embed.history[self.version(k, missing)]["table"].T
+        return self.head.history[self.version(k, 0)]["readout"]
 
     # The order of time.
 
@@ -433,15 +369,8 @@ class _Loop:
                     h = np.tanh(before + w[f"bias{n}"])
                 ddown, dh = h.T @ dx, dx @ w[f"down{n}"].T
                 dbefore = dh * (1 - h * h)
-                self.add(
-                    part,
-                    k,
-                    {
-                        f"up{n}": centred.T @ dbefore,
-                        f"bias{n}": dbefore.sum(0),
-                        f"down{n}": ddown,
-                    },
-                )
+                dup, dbias = centred.T @ dbefore, dbefore.sum(0)
+                self.add(part, k, {f"up{n}": dup, f"bias{n}": dbias, f"down{n}": ddown})
                 dx = dx + dbefore @ w[f"up{n}"].T
             before_stage.append(dx)
             if i == 1:

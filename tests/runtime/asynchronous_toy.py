@@ -16,39 +16,27 @@ from jaxpipe import AsyncPipeline
 WIDTH = 4
 
 
-def packed(layers: int) -> dict:
-    """Parameters of layers of two kinds, which take turns: 2 WIDTH and 3 WIDTH hidden units."""
-    wide = params(layers=layers, tied=True)
-    draw = np.random.default_rng(7).normal
+def params(*, layers: int, tied: bool = True, differ: bool = False) -> dict:
+    """Parameters of layers of 2 WIDTH hidden units, or of 2 WIDTH and 3 WIDTH in turns."""
+    draw = np.random.default_rng(0).normal
+    head = {} if tied else {"readout": draw(size=(WIDTH, 3))}
+    embed = {"table": draw(size=(3, WIDTH))}
 
     def layer(n: int) -> dict:
-        hidden = (2 + n % 2) * WIDTH
+        hidden = (2 + n % 2 * differ) * WIDTH
         return {
-            "up": np.float32(0.5 * draw(size=(WIDTH, hidden))),
-            "bias": np.float32(0.1 * draw(size=hidden)),
-            "down": np.float32(0.5 * draw(size=(hidden, WIDTH))),
+            "up": 0.5 * draw(size=(WIDTH, hidden)),
+            "bias": 0.1 * draw(size=hidden),
+            "down": 0.5 * draw(size=(hidden, WIDTH)),
         }
 
-    return wide | {"layers": tuple(layer(n) for n in range(layers))}
+    drawn = tuple(layer(n) for n in range(layers))
+    stacked = drawn if differ else jax.tree.map(lambda *w: np.stack(w), *drawn)
+    return jax.tree.map(np.float32, {"embed": embed, "layers": stacked, "head": head})
 
 
-def params(*, layers: int, tied: bool, seed: int = 0) -> dict:
-    draw = np.random.default_rng(seed).normal
-    head = {} if tied else {"readout": draw(size=(WIDTH, 3))}
-    drawn = {
-        "embed": {"table": draw(size=(3, WIDTH))},
-        "layers": {
-            "up": 0.5 * draw(size=(layers, WIDTH, 2 * WIDTH)),
-            "bias": 0.1 * draw(size=(layers, 2 * WIDTH)),
-            "down": 0.5 * draw(size=(layers, 2 * WIDTH, WIDTH)),
-        },
-        "head": head,
-    }
-    return jax.tree.map(np.float32, drawn)
-
-
-def minibatches(count: int, rows: int, seed: int = 1) -> list[dict]:
-    draw = np.random.default_rng(seed).normal
+def minibatches(count: int, rows: int) -> list[dict]:
+    draw = np.random.default_rng(1).normal
     return [
         {name: np.float32(draw(size=(rows, 3))) for name in ("inputs", "targets")}
         for _ in range(count)
@@ -61,14 +49,11 @@ def states(layers: int) -> tuple:
     return tuple({"mean": np.float32(draw(size=WIDTH))} for _ in range(layers))
 
 
-def model(
-    *, tied: bool, packed: int | None = None, stateful: bool = False, reads: bool = True
-) -> jaxpipe.Model:
+def model(start: dict, *, stateful: bool = False, reads: bool = True) -> jaxpipe.Model:
     """The reference's model.
 
     Args:
-      tied: whether the head reads the embedding's table.
-      packed: how many layers there are, if they differ.
+      start: parameters for it.
       stateful: whether layers keep a mean.
       reads: whether they centre their input by it.
     """
@@ -85,11 +70,11 @@ def model(
         return y, {"mean": 0.9 * state["mean"] + 0.1 * x.mean(0)}
 
     def head_loss(outer, x, batch, rng):
-        readout = outer["embed"]["table"].T if tied else outer["head"]["readout"]
+        readout = outer["head"].get("readout", outer["embed"]["table"].T)
         return jnp.mean((x @ readout - batch["targets"]) ** 2)
 
-    one = stateful_layer if stateful else layer
-    layers = one if packed is None else (one,) * packed
+    one, layers = stateful_layer if stateful else layer, start["layers"]
+    layers = (one,) * len(layers) if isinstance(layers, tuple) else one
     return jaxpipe.Model(embed, layers, head_loss, stateful=stateful)
 
 
@@ -101,66 +86,60 @@ OPTIMIZERS = {
         lambda count: 0.02 / (count + 1), b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1
     ),
 }
+METHOD = ("method", "rescheduling_steps", "discrepancy_decay", "recompute_segment", "clip_norm")
 
 
 def pipeline(
-    settings: Settings, start: dict, *, data=1, zero=0, fused=False, states=None, reads=True
+    settings: Settings, start: dict, *, data=1, schedule="1f1b", states=None, reads=True, **options
 ) -> AsyncPipeline:
+    """A pipeline that never drains, as the settings say."""
     pipe = jaxpipe.Pipeline(
-        model(
-            tied=not start["head"],
-            packed=len(start["layers"]) if isinstance(start["layers"], tuple) else None,
-            stateful=states is not None,
-            reads=reads,
-        ),
+        model(start, stateful=states is not None, reads=reads),
         start,
-        schedule=jaxpipe.schedules.build(
-            "1f1b-fused" if fused else "1f1b",
-            stages=settings.stages,
-            microbatches=settings.microbatches,
-        ),
+        schedule=schedule,
+        microbatches=settings.microbatches,
         mesh=jaxpipe.make_mesh(stage=settings.stages, data=data),
         remat=settings.remat,
-        zero=zero,
         states=states,
         poison=True,
+        **options,
     )
-    return AsyncPipeline(
-        pipe,
-        OPTIMIZERS[settings.optimizer](),
-        method=settings.method,
-        rescheduling_steps=settings.rescheduling_steps,
-        discrepancy_decay=settings.discrepancy_decay,
-        recompute_segment=settings.recompute_segment,
-        clip_norm=settings.clip_norm,
-    )
+    method = {name: getattr(settings, name) for name in METHOD}
+    return AsyncPipeline(pipe, OPTIMIZERS[settings.optimizer](), **method)
 
 
 def train(
-    settings: Settings, training: AsyncPipeline, start: dict, batches: list[dict]
-) -> tuple[list[float], dict, dict]:
-    """Losses of all minibatches; canonical parameters and the optimizer's state at the end."""
-    pipe, params = training.pipe, training.pipe.place(start)
-    optimizer_state, losses = training.optimizer.init(params), []
+    settings: Settings, training: AsyncPipeline, start: dict, batches: list[dict], states=None
+) -> tuple[list[float], dict, tuple]:
+    """Losses of all minibatches, and canonical parameters and states at the end.
+
+    Two minibatches enter in a call if layers keep states; a checkpoint follows every call.
+    """
+    pipe, optimizer, params = training.pipe, training.optimizer, training.pipe.place(start)
+    optimizer_state, losses, entering = optimizer.init(params), [], 2 if states else 1
     if settings.warm_up:
         synchronous = jax.jit(functools.partial(synchronous_step, training))
         for batch in batches[: settings.warm_up]:
             params, optimizer_state, loss = synchronous(params, optimizer_state, batch)
             losses.append(loss)
-    state = training.init(params, optimizer_state, batches[0])
-    step, drain = jax.jit(training.step, donate_argnums=0), jax.jit(training.drain)
-    for number, batch in enumerate(batches[settings.warm_up :], start=settings.warm_up):
+    placed_states = pipe.place_states(states) if states else None
+    state = training.init(params, optimizer_state, batches[0], states=placed_states)
+    step = jax.jit(functools.partial(jax.lax.scan, training.step), donate_argnums=0)
+    drain = jax.jit(training.drain)
+    for number in range(settings.warm_up, len(batches), entering):
         if number in settings.drains:
             state, left = drain(state)
             losses.extend(left)
-        state, loss = step(state, batch)
-        losses.append(loss)
+        call = jax.tree.map(lambda *w: np.stack(w), *batches[number : number + entering])
+        state, new = step(state, call)
+        losses.extend(new)
+        state = jax.tree.map(lambda w: jax.device_put(np.asarray(w), w.sharding), state)
     state, left = drain(state)
     found = np.asarray([*losses, *left])
     found = found[~np.isnan(found)]
     assert len(found) == len(batches)
-    params, optimizer_state = training.finish(state)
-    return found.tolist(), pipe.unplace(params), optimizer_state
+    end = pipe.unplace_states(state["states"]) if states else ()
+    return found.tolist(), pipe.unplace(training.finish(state)[0]), end
 
 
 def synchronous_step(training: AsyncPipeline, params, optimizer_state, batch):

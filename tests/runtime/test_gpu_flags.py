@@ -28,37 +28,30 @@ def test_flags_are_set_where_jax_may_use_a_gpu(gpu, platforms):
     assert variables["XLA_FLAGS"].split() == flags
 
 
-@pytest.mark.parametrize("variables", [{"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu,tpu"}])
-def test_nothing_is_set_where_the_user_asks_for_other_devices_or_wrote_a_file(gpu, variables):
-    for given in (variables, {"XLA_FLAGS": "/etc/xla.flags"}):
-        found = dict(given)
-        assert gpu_flags.apply(found) == ()
-        assert found == given
+def test_nothing_is_set_for_other_devices_a_file_of_flags_or_without_a_plugin(gpu, monkeypatch):
+    def unchanged(variables: dict[str, str]) -> bool:
+        found = dict(variables)
+        return gpu_flags.apply(found) == () and found == variables
 
-
-def test_nothing_is_set_without_a_cuda_plugin(monkeypatch):
+    assert unchanged({"JAX_PLATFORMS": "cpu"})
+    assert unchanged({"JAX_PLATFORMS": "cpu,tpu"})
+    assert unchanged({"XLA_FLAGS": "/etc/xla.flags"})
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    variables: dict[str, str] = {}
-    gpu_flags.apply(variables)
+    gpu_flags.apply(variables := {})
     assert variables == {}
 
 
-def test_the_users_flags_win(gpu):
+def test_the_users_flags_win_and_ours_can_be_left_out(gpu):
     name, *others = gpu_flags.FLAGS
     given = f"{name}= --xla_dump_to=/tmp/x"
-    variables = {"XLA_FLAGS": given}
-    gpu_flags.apply(variables)
+    gpu_flags.apply(variables := {"XLA_FLAGS": given})
     ours = " ".join(f"{other}={gpu_flags.FLAGS[other]}" for other in others)
     assert variables["XLA_FLAGS"] == f"{given} {ours}"
-
-
-def test_flags_can_be_left_out(gpu):
-    variables = {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
-    gpu_flags.apply(variables, without=gpu_flags.FLAGS)
-    assert variables == {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
-    gpu_flags.apply(variables, without=[gpu_flags.COMMAND_BUFFERS])
+    gpu_flags.apply(variables := {"XLA_FLAGS": given}, without=gpu_flags.FLAGS)
+    assert variables == {"XLA_FLAGS": given}
+    gpu_flags.apply(variables := {}, without=[gpu_flags.COMMAND_BUFFERS])
     assert gpu_flags.COMMAND_BUFFERS not in variables["XLA_FLAGS"]
-    assert len(variables["XLA_FLAGS"].split()) == len(gpu_flags.FLAGS)
+    assert len(variables["XLA_FLAGS"].split()) == len(gpu_flags.FLAGS) - 1
 
 
 def test_flags_that_would_end_the_process_are_left_out(gpu, monkeypatch):

@@ -1,4 +1,4 @@
-"""Weighted losses, metrics and losses of layers: as of the unpipelined model, whatever runs it."""
+"""Losses, metrics and outputs: as of the unpipelined model, whatever runs it."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import dataclasses
 import functools
 
 import chex
-import compilations
 import jax
 import jax.numpy as jnp
 import mixture
 import numpy as np
 import optax
 import pytest
+import toy
 import toys
+from compilations import refusal
+from covering import some
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from toys import assert_close
 
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
 from jaxpipe.runtime.measure.traced import buffers
 
 pytestmark = pytest.mark.pipeline
-
 
 MODEL, UNEVEN, BATCH = mixture.model(), toys.named("uneven"), mixture.batch(6)
 
@@ -179,128 +181,45 @@ def test_metrics_are_added_up_without_loss():
     assert all(found == {"float32"} for found in dtypes.values())
 
 
-# Updates within the step, and asynchronous ones.
-
-
-def test_updates_within_the_step_see_the_whole_weight():
-    pipe, optimizer = pipeline("1f1b-fused", zero=2), optax.sgd(0.1)
-    batch, value, gradients = unpipelined()
-    start = mixture.params()
-    placed = pipe.place(start)
-    step = pipe.train_step(optimizer, update="chunk")
-    got, new, _ = step(placed, pipe.init(optimizer, placed), batch)
-    assert_close(got, value)
-    expected = jax.tree.map(lambda w, g: w - 0.1 * g, start, gradients)
-    assert_close(pipe.unplace(new), expected)
-
-
-def linear_model() -> jaxpipe.Model:
-    """Gradients do not depend on parameters, so delays do not change what they add up to."""
-
-    def head_loss(outer, x, batch, rng):
-        total = (batch["mask"] * (x.sum(-1) + outer["head"].sum())).sum()
-        return Weighted(total, batch["mask"].sum()), {
-            "rows": Sum(jnp.int32(len(x))),
-            "mask": Weighted((batch["mask"] ** 2).sum(), batch["mask"].sum()),
-        }
-
-    return jaxpipe.Model(
-        embed=lambda outer, batch, rng: batch["x"] + outer["embed"],
-        layer=lambda w, x, batch, rng: WithLoss(
-            x + w, ((w * batch["x"]).mean(), {"largest": jnp.abs(x).max(0)})
-        ),
-        head_loss=head_loss,
-    )
+RECOMPUTING = (2, 2, {"recompute_segment": 2})
 
 
 @pytest.mark.parametrize(
     ("microbatches", "zero", "options"),
-    [
-        (2, 2, {"recompute_segment": 2}),
-        pytest.param(1, 0, {}, marks=pytest.mark.slow),
-        pytest.param(5, 3, {"method": "2bw"}, marks=pytest.mark.slow),
-    ],
+    some([RECOMPUTING, (1, 0, {}), (5, 3, {"method": "2bw"})], RECOMPUTING),
 )
-def test_asynchronous_losses_are_those_of_their_minibatch(microbatches, zero, options):
-    keys = jax.random.split(jax.random.key(2), 7)
-    start = {
-        "embed": jax.random.normal(keys[0], (4,)),
-        "layers": jax.random.normal(keys[1], (3, 4)),
-        "head": jax.random.normal(keys[2], (4,)),
-    }
-    rows = 4 * microbatches
-    batches = [
-        {
-            "x": jax.random.normal(key, (rows, 4)),
-            "mask": jax.random.uniform(key, (rows,)) ** 8 * 10**n,
-        }
-        for n, key in enumerate(keys[3:])
-    ]
-    pipe = jaxpipe.Pipeline(
-        linear_model(),
-        start,
-        schedule=jaxpipe.schedules.build("1f1b", stages=3, microbatches=microbatches),
-        mesh=jaxpipe.make_mesh(stage=3, data=2),
-        zero=zero,
-        poison=True,
-    )
+def test_asynchronous_losses_and_gradients_are_those_of_their_minibatch(
+    microbatches, zero, options
+):
+    """By an optimizer that adds gradients up and leaves weights as they are."""
+    start, rows = mixture.params(), 4 * microbatches
+    optimizer = optax.chain(optax.trace(decay=1.0), optax.scale(0.0))
+    sizes = {"stage": 3, "data": 2}
+    pipe = toys.pipeline("mixture", "1f1b", sizes, microbatches=microbatches, zero=zero)
+    training = jaxpipe.AsyncPipeline(pipe, optimizer, **options)
+    drawn = mixture.batch(4 * rows)
+    batches = [jax.tree.map(lambda w, n=n: w[n * rows :][:rows], drawn) for n in range(4)]
     loss = functools.partial(
-        jaxpipe.unpipelined.loss, linear_model(), num_microbatches=microbatches, data_shards=2
+        jaxpipe.unpipelined.loss, MODEL, num_microbatches=microbatches, data_shards=2
     )
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    expected = [step(start, batch) for batch in batches]
-    # A rate that is a state: one program trains, and leaves weights as they are.
-    optimizer = optax.sgd(lambda count: 0.1 * jnp.float32(count >= 100))
-    training = jaxpipe.AsyncPipeline(pipe, optimizer, **options)
-    run, drain = jax.jit(training.step), jax.jit(training.drain)
-    placed = pipe.place(start)
-    for count in (0, 100):
-        state = jax.tree.map(lambda n, count=count: n + count, optimizer.init(placed))
-        state = training.init(placed, state, batches[0])
-        left = []
-        for batch in batches:
-            state, value = run(state, batch)
-            left.append(jax.tree.map(lambda w: w[None], value))
-        state, rest = drain(state)
-        if count == 0:
-            values = jax.tree.map(lambda *w: np.concatenate(w), *left, rest)
-            there = ~np.isnan(values[0])
-            got = jax.tree.map(functools.partial(np.compress, there, axis=0), values)
-            want = jax.tree.map(lambda *w: np.stack(w), *(value for value, _ in expected))
-            chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
-            assert values[1]["rows"].tolist() == np.where(there, rows, 0).tolist()
-    total = jax.tree.map(lambda *g: sum(g), *(gradients for _, gradients in expected))
-    new = pipe.unplace(training.params(state))
-    want = jax.tree.map(lambda w, g: w - 0.1 * g, start, total)
-    chex.assert_trees_all_close(new, want, rtol=1e-5, atol=1e-5)
+    expected, gradients = zip(*(step(start, batch) for batch in batches), strict=True)
 
-
-# The split of a layer.
-
-
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
-def test_a_layer_s_loss_enters_b_and_w(remat):
-    params = jax.tree.map(lambda w: w[0], mixture.params()["layers"])
-    x = jax.random.normal(jax.random.key(3), (2, mixture.LENGTH, mixture.WIDTH))
-    dy = jax.random.normal(jax.random.key(4), x.shape)
-    split = split_layer(mixture.layer, params, x, None, None, remat=remat, loss_scale=0.25)
-
-    @jax.jit
-    def both(params, x, dy):
-        y, until_b, until_w = split.forward(params, x, None, None)
-        dx, crossing = split.backward_input(params, until_b, until_w, dy, None, None)
-        dparams = split.backward_weights(params, until_w, crossing, None, None)
-        fused = split.backward_fused(params, until_b, until_w, dy, None, None)
-        expected, vjp = jax.vjp(lambda w, x: mixture.layer(w, x, None, None), params, x)
-        nothing = {
-            "confidence": jnp.float32(0),
-            "use": np.zeros(mixture.EXPERTS, jax.dtypes.float0),
-        }
-        nothing["use"] = Sum(nothing["use"])
-        wanted = vjp(WithLoss(dy, (jnp.float32(0.25), nothing)))
-        return (y, (dparams, dx), fused), (expected, wanted, wanted[::-1])
-
-    assert_close(*both(params, x, dy))
+    run, left, placed = jax.jit(training.step), [], pipe.place(start)
+    state = training.init(placed, pipe.init(optimizer, placed), batches[0])
+    for batch in batches:
+        state, value = run(state, batch)
+        left.append(jax.tree.map(lambda w: w[None], value))
+    state, rest = jax.jit(training.drain)(state)
+    values = jax.tree.map(lambda *w: np.concatenate(w), *left, rest)
+    there = ~np.isnan(values[0])
+    assert not values[1]["tokens"][~there].any()
+    got = jax.tree.map(functools.partial(np.compress, there, axis=0), values)
+    assert_close(got, jax.tree.map(lambda *w: np.stack(w), *expected))
+    placed, state = training.finish(state)
+    chex.assert_trees_all_equal(pipe.unplace(placed), start)
+    summed = pipe.optimizer_placing(optimizer).unplace(state)[0].trace
+    assert_close(summed, jax.tree.map(lambda *g: sum(g), *gradients))
 
 
 # What is refused.
@@ -343,7 +262,7 @@ def test_what_is_no_loss_is_refused(function, loss, texts):
     pipe = pipeline("1f1b", toys.STAGES)
     pipe.model = dataclasses.replace(MODEL, **{function: functions[function]})
     found = of_steps(pipe)
-    assert compilations.refusal(jax.eval_shape, pipe.loss, pipe.placed_params, BATCH) == found
+    assert refusal(jax.eval_shape, pipe.loss, pipe.placed_params, BATCH) == found
     for text in texts:
         assert text in found
 
@@ -353,7 +272,7 @@ def of_steps(pipe: jaxpipe.Pipeline) -> str:
     placed, sgd = pipe.placed_params, optax.sgd(0.1)
     state = pipe.optimizer_placing(sgd).placed
     (found,) = {
-        compilations.refusal(jax.eval_shape, function, *args)
+        refusal(jax.eval_shape, function, *args)
         for function, *args in (
             (pipe.value_and_grad, placed, BATCH),
             (pipe.train_step(sgd, update="chunk"), placed, state, BATCH),
@@ -385,7 +304,92 @@ def test_layers_with_losses_have_the_same_metrics():
     layers[3] = lambda w, x, *_: WithLoss(x, (x.mean(), {"peak": x.max()}))
     pipe = toys.pipeline("mixture tuple")
     pipe.model = dataclasses.replace(pipe.model, layer=tuple(layers))
-    text = compilations.refusal(
-        jax.eval_shape, pipe.value_and_grad, pipe.placed_params, mixture.batch(8)
-    )
+    text = refusal(jax.eval_shape, pipe.value_and_grad, pipe.placed_params, mixture.batch(8))
     assert text.endswith("layers that have losses must all have the same metrics.")
+
+
+# Outputs.
+
+
+def logits(outer, x, batch, rng, *, axis=None):
+    """Logits of every token, gathered where the table is split; and which rows they are of, also as
+    booleans."""
+    del rng
+    z = (x * outer["head"]["scale"]) @ outer["head"]["table"].T
+    if axis is not None:
+        z = lax.all_gather(z, axis, axis=-1, tiled=True)
+    first = batch["tokens"][:, 0]
+    return {"logits": z[..., : toy.VOCAB], "first": first, "even": first % 2 == 0}
+
+
+def model(axis):
+    output = functools.partial(logits, axis=axis)
+    return dataclasses.replace(toy.model(tied=False, axis=axis), output=output)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "data", "zero", "axis"),
+    some(
+        [
+            *(("1f1b", 4, 2, 0, "stage"), ("zb-v", 2, 2, 3, "stage")),
+            *(("breadth-first", 2, 1, 0, None), ("gpipe", 1, 1, 0, None)),
+        ],
+        *(("zb-v", 2, 2, 3, "stage"), ("breadth-first", 2, 1, 0, None)),
+    ),
+)
+def test_outputs_are_those_of_the_unpipelined_model_row_by_row(schedule, stages, data, zero, axis):
+    """With dropout."""
+    params, batch, rng = toys.named("untied").params, toy.batch(6 * data), jax.random.key(3)
+    pipe = jaxpipe.Pipeline(
+        model(axis),
+        params,
+        schedule=schedule,
+        mesh=jaxpipe.make_mesh(stage=stages, data=data),
+        microbatches=3,
+        zero=zero,
+        poison=True,
+    )
+    got = jax.jit(pipe.outputs)(pipe.place(params), batch, rng)
+    reference = functools.partial(
+        jaxpipe.unpipelined.outputs, model(None), num_microbatches=3, data_shards=data
+    )
+    expected = jax.jit(reference)(params, batch, rng)
+    np.testing.assert_array_equal(got["first"], batch["tokens"][:, 0])
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
+    for leaf in jax.tree.leaves(got):
+        assert leaf.sharding.is_equivalent_to(pipe.batch_sharding, leaf.ndim)
+    assert pipe.batch_sharding.spec == P("data")
+
+
+def test_without_a_function_outputs_are_the_last_activation():
+    """Of layers that differ and keep a state."""
+    _, _, params, batch, given = toys.named("stateful")
+    pipe = toys.pipeline("stateful", "1f1b", toys.ON_DATA, microbatches=2)
+    states = pipe.place_states(given["states"])
+    got = jax.jit(pipe.outputs)(pipe.place(params), batch(8), states=states)
+    expected = jaxpipe.unpipelined.outputs(
+        pipe.model, params, batch(8), num_microbatches=2, data_shards=2, **given
+    )
+    assert got.keys() == {"main", "kept"}
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [(lambda x: x.mean(), "float32[]"), (lambda x: {"x": x[1:]}, "{'x': float32[1, 5, 8]}")],
+)
+def test_what_does_not_begin_with_rows_is_refused(output, found):
+    pipe = toys.pipeline("ends", microbatches=2)
+    pipe.model = dataclasses.replace(model(None), output=lambda outer, x, *_: output(x))
+    text = refusal(jax.eval_shape, pipe.outputs, pipe.placed_params, toy.batch(4))
+    assert text.startswith(f"Model.output returns {found}; ")
+    assert "arrays whose first dimension is the 2 rows" in text
+
+
+def test_a_derivative_of_outputs_is_refused():
+    pipe = toys.pipeline("ends", microbatches=2)
+    largest = jax.grad(lambda placed: pipe.outputs(placed, toy.batch(4)).max())
+    text = refusal(jax.eval_shape, largest, pipe.placed_params)
+    assert "it only runs forward" in text
+    assert "differentiate `Pipeline.loss`" in text

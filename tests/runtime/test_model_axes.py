@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import split_toy
 import toys
+from compilations import refusal
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.measure import layer_costs, predicted_bytes
+from jaxpipe.measure import layer_costs
+from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.runtime.measure.traced import buffers
 from jaxpipe.testing import assert_matches_unpipelined
 
-LAYOUTS = ("stacked", "tuple", "unrolled")
+SPLIT, SIZES = toys.named("split"), {"stage": 2, "tensor": 2}
+LAYOUTS = {
+    "stacked": ("split", {}),
+    "unrolled": ("split", {"weights": "unrolled"}),
+    "tuple": ("split tuple", {}),
+}
 
 
-def options(layout, *, num_layers=4):
-    """Model, parameters and the form of weights, of layers that lie so."""
-    differ = num_layers if layout == "tuple" else 0
-    params = split_toy.params(num_layers, differ=bool(differ))
-    weights = "unrolled" if layout == "unrolled" else "stacked"
-    return split_toy.model(split=True, differ=differ), params, weights
-
-
-def pipeline(layout, *, tensor=2, zero=3) -> jaxpipe.Pipeline:
-    model, params, weights = options(layout)
-    mesh = jaxpipe.make_mesh(stage=2, data=2, tensor=tensor)
-    given = {"schedule": "1f1b", "mesh": mesh, "zero": zero, "weights": weights}
-    return jaxpipe.Pipeline(model, params, microbatches=2, **given)
+def pipeline(layout="stacked", *, tensor=2, zero=3) -> jaxpipe.Pipeline:
+    name, options = LAYOUTS[layout]
+    sizes = {"stage": 2, "data": 2, "tensor": tensor}
+    return toys.pipeline(name, "1f1b", sizes, microbatches=2, zero=zero, **options)
 
 
 def test_optimizers_see_whole_parameters():
@@ -42,10 +43,9 @@ def test_optimizers_see_whole_parameters():
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     clip = optax.clip_by_global_norm(0.1)
     optimizer = optax.chain(clip, factored, optax.scale_by_param_block_rms(), optax.scale(-1e-2))
-    params = options("stacked")[1]
-    gradients = jax.tree.map(lambda w: w**2 - 0.1, params)
-    found = toys.updated(pipeline("stacked"), optimizer, params, gradients)
-    expected = toys.expected_update(optimizer, params, gradients)
+    gradients = jax.tree.map(lambda w: w**2 - 0.1, SPLIT.params)
+    found = toys.updated(pipeline(), optimizer, SPLIT.params, gradients)
+    expected = toys.expected_update(optimizer, SPLIT.params, gradients)
     chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=1e-6)
 
 
@@ -78,69 +78,72 @@ def nested(x):
 
 def traced(**changes):
     """Traces a step of the model with other functions."""
-    model, params, _ = options("stacked")
-    pipe = jaxpipe.Pipeline(
-        dataclasses.replace(model, **changes),
-        params,
-        schedule="1f1b",
-        mesh=jaxpipe.make_mesh(stage=2, tensor=2),
-    )
-    return jax.eval_shape(pipe.value_and_grad, pipe.placed_params, split_toy.batch(8))
+    model = dataclasses.replace(SPLIT.model, **changes)
+    pipe = jaxpipe.Pipeline(model, SPLIT.params, schedule="1f1b", mesh=jaxpipe.make_mesh(**SIZES))
+    return jax.eval_shape(pipe.value_and_grad, pipe.placed_params, SPLIT.batch(8))
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: jax.lax.psum(x, "stage"), r"Layer 0 calls psum along 'stage' \(.*\)\."),
-        (ring, r"ppermute along 'tensor' \(.*test_model_axes\.py:\d+.*\(ring\)\)"),
-        (ring_backwards, "ppermute along 'tensor'"),
-        (nested, r"ppermute along 'tensor' \(.*, within <lambda> / scan / cond\)"),
-        (only_evaluated, r"psum along 'stage' \(.*only_evaluated"),
-    ],
-)
-def test_layers_may_not_wait_for_other_stages(function, message):
-    with pytest.raises(ValueError, match=message):
-        traced(layer=lambda w, x, batch, rng: x + function(x))
+WHOLE = split_toy.model(split=False)
+AT_ENDS = {
+    "stage_split": None,
+    "axis_split": {"embed": None, "layers": split_toy.LAYERS, "head": None},
+    "embed": WHOLE.embed,
+    "head_loss": lambda outer, x, *_: x.mean(),
+}
+
+
+def layer_with(function):
+    return {"layer": lambda w, x, batch, rng: x + function(x)}
+
+
+# fmt: off
+WAITING = [
+    (layer_with(lambda x: jax.lax.psum(x, "stage")), r"Layer 0 calls psum along 'stage' \(.*\)\."),
+    (layer_with(ring), r"ppermute along 'tensor' \(.*test_model_axes\.py:\d+.*\(ring\)\)"),
+    (layer_with(ring_backwards), "ppermute along 'tensor'"),
+    (layer_with(nested), r"ppermute along 'tensor' \(.*, within <lambda> / scan / cond\)"),
+    (layer_with(only_evaluated), r"psum along 'stage' \(.*only_evaluated"),
+    ({"embed": SPLIT.model.embed}, r"Model\.embed calls psum along 'stage' \("),
+    ({"head_loss": lambda outer, x, *_: ring(x).mean()},
+     r"Model\.head_loss calls ppermute along 'tensor' .* if `Model.stage_split` is given"),
+    ({"embed": lambda *args: ring_backwards(WHOLE.embed(*args))},
+     r"Model\.embed calls ppermute along 'tensor'"),
+    ({"embed": lambda *args: only_evaluated(WHOLE.embed(*args))},
+     r"Model\.embed calls psum along 'stage' \(.*only_evaluated"),
+    ({"head_loss": lambda outer, x, *_: ring_backwards(x).mean()},
+     r"Model\.head_loss calls ppermute along 'tensor'"),
+]
+MISFITS = [
+    ({"stage": 2, "tensor": 3}, {},
+     "params['layers']['bias'] has 12 elements in dimension 0 (joined of (8, 4)), which the 3 "
+     "devices along 'tensor' do not divide", "Nearest valid: 2, 4 devices."),
+    ({"stage": 2}, {}, "mesh has the axes {'data': 1, 'stage': 2}, and none is 'tensor'"),
+    (SIZES, {"axes": (), "axis_split": None},
+     "would compute the same on all 2 devices along 'tensor'"),
+    (SIZES, {"axis_split": {"layers": split_toy.LAYERS | {"up": P(None, "rows")}}},
+     "split over 'rows', which is none of Model.axes=('tensor',)"),
+    (SIZES, {"axis_split": {"layers": {}}}, "Model.axis_split must be a tree like params"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("changes", "message"), WAITING)
+def test_layers_embedding_and_head_may_not_wait_for_other_stages(changes, message):
+    given = changes if "layer" in changes else AT_ENDS | changes
+    assert re.search(message, refusal(traced, **given))
 
 
 def test_embedding_and_head_may_where_all_stages_compute_them():
-    model, *_ = options("stacked")
+    model = SPLIT.model
     traced(
         embed=lambda *args: ring(ring(model.embed(*args)), "stage"),
         head_loss=lambda outer, x, *args: model.head_loss(outer, ring(ring(x), "stage"), *args),
     )
 
 
-def test_embedding_and_head_may_not_at_the_ends():
-    whole, at_ends = split_toy.model(split=False), {"embed": None, "layers": split_toy.LAYERS}
-    alone = {"stage_split": None, "axis_split": at_ends | {"head": None}, "embed": whole.embed}
-    along = "ppermute along 'tensor'"
-    for changes, message in (
-        ({"embed": options("stacked")[0].embed}, r"Model\.embed calls psum along 'stage' \("),
-        (
-            {"head_loss": lambda outer, x, *_: ring(x).mean()},
-            rf"Model\.head_loss calls {along} .* if `Model.stage_split` is given",
-        ),
-        (
-            {"embed": lambda *args: ring_backwards(whole.embed(*args))},
-            rf"Model\.embed calls {along}",
-        ),
-        (
-            {"embed": lambda *args: only_evaluated(whole.embed(*args))},
-            r"Model\.embed calls psum along 'stage' \(.*only_evaluated",
-        ),
-        (
-            {"head_loss": lambda outer, x, *_: ring_backwards(x).mean()},
-            rf"Model\.head_loss calls {along}",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            traced(**({"head_loss": lambda outer, x, *_: x.mean()} | alone | changes))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_go_to_their_devices_and_back(layout):
-    pipe, params = pipeline(layout), options(layout)[1]
+    pipe, params = pipeline(layout), toys.named(LAYOUTS[layout][0]).params
     placed = pipe.place(params)
     chex.assert_trees_all_equal(pipe.unplace(placed), params)
 
@@ -154,13 +157,13 @@ def test_parameters_go_to_their_devices_and_back(layout):
 
 
 def test_costs_and_memory_are_those_of_a_part():
-    of_part, of_whole = (pipeline("stacked", tensor=tensor, zero=0) for tensor in (2, 1))
-    rng = jax.random.key(0)
-    costs = [layer_costs(pipe, split_toy.batch(8), rng)[0] for pipe in (of_part, of_whole)]
+    of_part, of_whole = (pipeline(tensor=tensor, zero=0) for tensor in (2, 1))
+    given = SPLIT.batch(8), jax.random.key(0)
+    costs = [layer_costs(pipe, *given)[0] for pipe in (of_part, of_whole)]
     assert costs[0].w == pytest.approx(costs[1].w / 2, rel=0.1)
-    part, whole = (predicted_bytes(pipe, split_toy.batch(8), rng) for pipe in (of_part, of_whole))
-    assert 2 * part["x"] == whole["x"]
-    assert 2 * part["gradients"] < 1.1 * whole["gradients"]
+    part, whole = (buffers(pipe, *given) for pipe in (of_part, of_whole))
+    assert 2 * tree_bytes(part["x"]) == tree_bytes(whole["x"])
+    assert 2 * tree_bytes(part["gradients"]) < 1.1 * tree_bytes(whole["gradients"])
 
 
 class Feed(nnx.Module):
@@ -195,8 +198,7 @@ def test_modules_say_themselves_how_they_are_split():
     model, params, _ = converted(split=True)
     kernels = {name: model.axis_split["layers"][name]["kernel"] for name in ("up", "down")}
     assert kernels == {"up": P(None, "tensor"), "down": P("tensor", None)}
-    mesh = jaxpipe.make_mesh(stage=2, tensor=2)
-    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh)
+    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(**SIZES))
     batch = {name: jnp.ones((4, 4)) for name in "xy"}
     _, grads = jax.eval_shape(pipe.value_and_grad, pipe.placed_params, batch)
     assert jax.tree.map(jnp.shape, grads["layers"]) == jax.tree.map(
@@ -286,53 +288,32 @@ def test_weights_and_sums_are_those_of_all_tokens():
     )
 
 
-def refused(mesh=None, **changes):
-    model, params, _ = options("stacked")
-    model = dataclasses.replace(model, **changes)
-    mesh = mesh or jaxpipe.make_mesh(stage=2, tensor=2)
-    with pytest.raises(ValueError, match=r"ax[ei]s") as error:
-        jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh)
-    return str(error.value)
+def test_too_many_devices_and_asynchronous_pipelines_are_refused():
+    found = refusal(jaxpipe.make_mesh, stage=2, data=2, tensor=4)
+    assert "data=2 x stage=2 x tensor=4 needs 16 devices, but there" in found
+    assert "simulate them: jaxpipe.testing.simulate_devices(16)" in found
+    found = refusal(jaxpipe.AsyncPipeline, pipeline(), optax.sgd(0.1))
+    assert "An asynchronous pipeline splits no layer over devices" in found
 
 
-def test_what_does_not_fit_is_refused():
-    needs = r"data=2 x stage=2 x tensor=4 needs 16 devices, but there"
-    remedy = r"simulate them: jaxpipe.testing.simulate_devices\(16\)"
-    with pytest.raises(ValueError, match=f"{needs}.*{remedy}"):
-        jaxpipe.make_mesh(stage=2, data=2, tensor=4)
-    mesh = jaxpipe.make_mesh(stage=2, tensor=3)
-    text = refused(mesh)
-    assert (
-        "params['layers']['bias'] has 12 elements in dimension 0 (joined of (8, 4)), which the 3 "
-        "devices along 'tensor' do not divide" in text
-    )
-    assert "Nearest valid: 2, 4 devices." in text
-    assert "mesh has the axes {'data': 1, 'stage': 2}, and none is 'tensor'" in refused(
-        jaxpipe.make_mesh(stage=2)
-    )
-    unused = "would compute the same on all 2 devices along 'tensor'"
-    assert unused in refused(axes=(), axis_split=None)
-    split = {"layers": {"up": P(None, "rows"), "bias": None, "down": None, "scale": None}}
-    assert "split over 'rows', which is none of Model.axes=('tensor',)" in refused(axis_split=split)
-    assert "Model.axis_split must be a tree like params" in refused(axis_split={"layers": {}})
-    with pytest.raises(ValueError, match="An asynchronous pipeline splits no layer over devices"):
-        jaxpipe.AsyncPipeline(pipeline("stacked"), optax.sgd(0.1))
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_axes_do_not_fit_is_refused(misfit):
+    sizes, changes, *texts = misfit
+    model = dataclasses.replace(SPLIT.model, **changes)
+    given = {"schedule": "1f1b", "mesh": jaxpipe.make_mesh(**sizes)}
+    found = refusal(jaxpipe.Pipeline, model, SPLIT.params, **given)
+    assert all(text in found for text in texts), found
 
 
 def test_devices_that_share_a_sequence_share_no_layer_with_a_state():
     """One device along the axis is enough for any layer."""
-
-    def layer(w, x, batch, rng, state):
-        return w * x, state
-
-    model = dataclasses.replace(weighted(split=True), layer=layer, stateful=True)
-    params = {"embed": {}, "layers": jnp.ones(2), "head": {}}
-
-    def build(context):
-        mesh = jaxpipe.make_mesh(stage=2, context=context)
-        return jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=mesh, states=({}, {}))
-
-    assert build(1)
-    with pytest.raises(ValueError, match=r"'context', along which 2 devices have a part") as error:
-        build(2)
-    assert "Nearest valid: a mesh with one device along 'context'" in str(error.value)
+    model = dataclasses.replace(
+        weighted(split=True), layer=lambda w, x, batch, rng, state: (w * x, state), stateful=True
+    )
+    params = {"embed": {}, "layers": np.ones(2, np.float32), "head": {}}
+    given = {"schedule": "1f1b", "states": ({}, {})}
+    jaxpipe.Pipeline(model, params, mesh=jaxpipe.make_mesh(stage=2, context=1), **given)
+    mesh = jaxpipe.make_mesh(stage=2, context=2)
+    found = refusal(jaxpipe.Pipeline, model, params, mesh=mesh, **given)
+    assert "'context', along which 2 devices have a part" in found
+    assert "Nearest valid: a mesh with one device along 'context'" in found

@@ -6,12 +6,10 @@ import collections
 import itertools
 import re
 
-import asynchronous_toy
 import jax
 import pytest
-import toys
 from asynchronous_reference import Settings
-from asynchronous_toy import minibatches
+from asynchronous_toy import minibatches, params, pipeline
 
 from jaxpipe.runtime import assembly
 from jaxpipe.schedule import catalog
@@ -19,32 +17,22 @@ from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE, TickTable
 
-NAMES = [entry.name for entry in catalog.entries()]
 MOVING = [
-    {"weight_slots": slots, "own_slots": own, "gradient_slots": sums} | parts
-    for slots, own, sums, parts in (
-        *(
-            (1, False, None, {}),
-            (1, True, 2, {}),
-            (2, True, None, {}),
-            (2, False, 2, {"pieces": 1}),
-        ),
-        *((2, False, None, {"pieces": 2}), (3, False, None, {"pieces": 3, "shares": 4})),
-    )
+    {},
+    {"own_slots": True, "gradient_slots": 2},
+    {"own_slots": True, "weight_slots": 2},
+    {"weight_slots": 2, "gradient_slots": 2, "pieces": 1},
+    {"weight_slots": 2, "pieces": 2},
+    {"weight_slots": 3, "pieces": 3, "shares": 4},
 ]
-
-
-DEEP = {"chunks": 4}
-"""Chunks that do not all fit into the slots, so that they move under layers."""
+DEEP = ("interleaved", "interleaved-zb", "breadth-first", "breadth-first-fused")
+DEEP += ("modular", "modular-fused", "hanayo-fused")
+"""Schedules of chunks that do not all fit into the slots, so that they move under layers."""
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        *((name, {}) for name in NAMES),
-        *((name, DEEP) for name in ("interleaved-zb", "breadth-first", "breadth-first-fused")),
-        *((name, DEEP) for name in ("interleaved", "modular", "modular-fused", "hanayo-fused")),
-    ],
+    [*((entry.name, {}) for entry in catalog.entries()), *((name, {"chunks": 4}) for name in DEEP)],
 )
 def test_every_action_finds_its_layers_residuals_and_weights_and_every_gradient_is_reduced(
     name, options
@@ -168,23 +156,13 @@ def replay_gradients(table: TickTable, stage: int) -> None:
     assert reduced == collections.Counter(all_work(table))
 
 
-@pytest.mark.pipeline
-def test_executes_with_late_messages_as_on_gpus(monkeypatch):
-    """And with two slots, in which chunks stay or move as a whole."""
-    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
-    options = {"zero": 3, "microbatches": 16, "weight_slots": 2}
-    pipe = toys.check("tied", "zb-v", {"stage": 4, "data": 2}, **options)
-    assert any(channel.late_edges for channel in pipe.table.channels)
-    assert pipe.table.gathers.counts == pipe.table.reduces.counts == (2,) * 4
-
-
 def test_messages_of_an_asynchronous_pipeline_are_never_late(monkeypatch):
-    start, (batch,) = asynchronous_toy.params(layers=3, tied=True), minibatches(1, 4)
+    start, (batch,) = params(layers=3), minibatches(1, 4)
 
     def program(*, overlaps: bool) -> list[str]:
         """Its loops, matmuls and messages, in order: a late message would come before layers."""
         monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: overlaps)
-        training = asynchronous_toy.pipeline(Settings(3, 2), start)
+        training = pipeline(Settings(3, 2), start)
         placed = training.pipe.place(start)
         state = training.init(placed, training.optimizer.init(placed), batch)
         text = jax.jit(training.step).lower(state, batch).as_text()

@@ -7,7 +7,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from compilations import refusal
+from covering import some
 
 import jaxpipe
 from jaxpipe import testing
@@ -105,6 +108,7 @@ def _model(*layers):
     )
 
 
+@functools.cache
 def _batch():
     keys = jax.random.split(jax.random.key(1), 6)
     shape = ROWS, LENGTH
@@ -131,18 +135,18 @@ def _case(kind):
 
 
 CASES = [
-    ("1f1b-fused", 2, "attention", "none", 0),
     ("1f1b", 4, "attention", "dots", 3),
+    ("interleaved-fused", 4, "hybrid", "dots", 2),
+    ("interleaved-zb", 4, "recurrent", "none", 1),
+    ("zb-h1", 2, "hybrid", "none", 0),
+    ("1f1b-fused", 2, "attention", "none", 0),
     ("zb-h1", 8, "attention", "full", 2),
     ("interleaved", 2, "recurrent", "full", 3),
-    ("interleaved-zb", 4, "recurrent", "none", 1),
-    ("interleaved-fused", 4, "hybrid", "dots", 2),
-    ("zb-h1", 2, "hybrid", "none", 0),
 ]
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize(("name", "slices", "kind", "remat", "zero"), CASES)
+@pytest.mark.parametrize(("name", "slices", "kind", "remat", "zero"), some(CASES, *CASES[:3]))
 def test_slices_match_whole_sequences(name, slices, kind, remat, zero):
     model, params = _case(kind)
     schedule = jaxpipe.schedules.build(name, stages=2, microbatches=2, slices=slices)
@@ -157,33 +161,31 @@ def test_slices_match_whole_sequences(name, slices, kind, remat, zero):
     )
 
 
-def _sliced(slices: int, **options) -> jaxpipe.Pipeline:
-    model, params = _case("hybrid")
-    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=slices)
-    mesh = jaxpipe.make_mesh(stage=2, data=2)
-    return jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, **options)
+def _sliced(kind: str, slices: int = 4, *, data: int = 1, changes=None, **options):
+    model, params = _case(kind)
+    return jaxpipe.Pipeline(
+        dataclasses.replace(model, **changes or {}),
+        params,
+        schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=slices),
+        mesh=jaxpipe.make_mesh(stage=2, data=data),
+        **options,
+    )
 
 
 @pytest.mark.pipeline
-def test_outputs_of_slices_are_those_of_sequences():
-    model, params = _case("hybrid")
-    pipe = _sliced(4)
-    outputs = pipe.outputs(pipe.place(params), _batch())
-    expected = jaxpipe.unpipelined.outputs(model, params, _batch())
+def test_outputs_and_gradients_by_inputs_are_those_of_sequences():
+    """Whether slices cut the input or not."""
+    (model, params), pipe, batch = _case("hybrid"), _sliced("hybrid", data=2), _batch()
+    placed, inputs = pipe.place(params), {name: batch[name] for name in ("x", "gain")}
+    outputs = pipe.outputs(placed, batch)
+    expected = jaxpipe.unpipelined.outputs(model, params, batch)
     assert outputs.shape == (ROWS, LENGTH, TOKENS)
     assert jnp.allclose(outputs, expected, rtol=1e-5, atol=1e-5 * jnp.abs(expected).max())
-
-
-@pytest.mark.pipeline
-def test_inputs_have_gradients_whether_they_are_cut_or_not():
-    model, params = _case("hybrid")
-    pipe, batch = _sliced(4), _batch()
-    inputs = {name: batch[name] for name in ("x", "gain")}
 
     def loss(inputs, of, params):
         return of(params, batch | inputs)
 
-    found = jax.jit(jax.grad(loss), static_argnums=1)(inputs, pipe.loss, pipe.place(params))
+    found = jax.jit(jax.grad(loss), static_argnums=1)(inputs, pipe.loss, placed)
     of_model = functools.partial(jaxpipe.unpipelined.loss, model)
     expected = jax.grad(loss)(inputs, of_model, params)
     for name in inputs:
@@ -191,11 +193,8 @@ def test_inputs_have_gradients_whether_they_are_cut_or_not():
 
 
 def test_no_slice_keeps_a_copy_of_what_slices_append_to():
-    model, params = _case("attention")
     for remat in ("none", "dots", "full"):
-        schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=4)
-        mesh = jaxpipe.make_mesh(stage=2)
-        pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, remat=remat)
+        pipe = _sliced("attention", remat=remat)
         split = traced.layers(pipe, _batch())[0].kinds[0].split
         kept = [*split.until_b, *split.until_w, *split.crossing]
         assert (ROWS // 2, LENGTH, WIDTH) not in {leaf.shape for leaf in kept}
@@ -209,30 +208,29 @@ def _hands_on_all(w, x, batch, rng, carry=None, start=0):
     return x if carry is None else (x, x)
 
 
-@pytest.mark.parametrize(
-    ("changes", "batch", "slices", "says"),
-    [
-        ({"carry": None}, {}, 4, "cuts sequences into 4 slices, and Model.carry is None"),
-        ({}, {"targets": jnp.zeros((ROWS, 18), int)}, 4, r"\['targets'\] has 18"),
-        ({}, {}, 3, r"16 positions.*into 3 slices.\nNearest valid: 15, 18"),
-        ({}, {}, 32, r"into 32 slices.\nNearest valid: 32\."),
-        ({"layer": _hands_on_all}, {}, 4, "must keep its structure, shapes"),
-        ({"layer": lambda w, x, batch, rng: x}, {}, 4, "start"),
-        ({"layer": lambda w, x, batch, rng, carry, start: x}, {}, 4, "runs whole sequences"),
-        ({"carry": lambda x, batch, k: jnp.zeros(3, int)}, {}, 4, "only floating-point arrays"),
-        ({"carry": (_half, _half)}, {}, 4, "must have one for each function of Model.layer"),
-        ({"stateful": True}, {}, 4, "may have a carry or a state, not both"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(changes, batch, slices, says):
-    model, params = _case("recurrent")
-    schedule = jaxpipe.schedules.build("1f1b", stages=2, microbatches=2, slices=slices)
+# fmt: off
+MISFITS = [
+    (4, {"carry": None}, {}, "cuts sequences into 4 slices, and Model.carry is None"),
+    (4, {}, {"targets": np.zeros((ROWS, 18), int)}, "['targets'] has 18"),
+    (3, {}, {}, "16 positions", "into 3 slices.\nNearest valid: 15, 18"),
+    (32, {}, {}, "into 32 slices.\nNearest valid: 32."),
+    (4, {"layer": _hands_on_all}, {}, "must keep its structure, shapes"),
+    (4, {"layer": lambda w, x, batch, rng: x}, {}, "start"),
+    (4, {"layer": lambda w, x, batch, rng, carry, start: x}, {}, "runs whole sequences"),
+    (4, {"carry": lambda x, batch, k: jnp.zeros(3, int)}, {}, "only floating-point arrays"),
+    (4, {"carry": (_half, _half)}, {}, "must have one for each function of Model.layer"),
+    (4, {"stateful": True}, {}, "may have a carry or a state, not both"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_what_cannot_be_cut_is_refused(misfit):
+    slices, changes, batch, *texts = misfit
 
     def run():
-        changed = dataclasses.replace(model, **changes)
-        mesh = jaxpipe.make_mesh(stage=2)
-        pipe = jaxpipe.Pipeline(changed, params, schedule=schedule, mesh=mesh)
-        pipe.loss(pipe.place(params), _batch() | batch)
+        pipe = _sliced("recurrent", slices, changes=changes)
+        jax.eval_shape(pipe.loss, pipe.placed_params, _batch() | batch)
 
-    with pytest.raises(ValueError, match=says):
-        run()
+    found = refusal(run)
+    assert all(text in found for text in texts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -28,22 +30,33 @@ def arguments():
     return params, jax.random.normal(keys[2], (3, 6)), jax.random.normal(keys[3], (3, 6))
 
 
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def tree_layer(w, x, batch, rng, state):
+    """A layer of trees with a side input, dropout and a state."""
+    mean = jnp.mean(x["moving"], 0)
+    moved = layer(w, x["moving"] - mean + batch["shift"], rng) + x["standing"] @ w["side"]
+    return {"moving": moved[:, :4], "standing": x["standing"]}, 0.9 * state + 0.1 * mean
+
+
 @pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
 def test_parts_equal_the_vjp(remat, seed):
     rng = None if seed is None else jax.random.key(seed)
-    params, x, dy = arguments()
-    expected_y, vjp = jax.vjp(lambda w, x: layer(w, x, rng), params, x)
-    expected_dparams, expected_dx = vjp(dy)
+    params, moving, _ = arguments()
+    params |= {"side": jnp.linspace(-1, 1, 30).reshape(5, 6)}
+    x = {"moving": moving, "standing": jnp.linspace(0, 1, 15).reshape(3, 5)}
+    batch, state = {"shift": jnp.arange(6.0)}, jnp.ones(6)
+    dy = {"moving": jnp.ones((3, 4)), "standing": jnp.full((3, 5), 2.0)}
+    run = functools.partial(tree_layer, batch=batch, rng=rng, state=state)
+    (y, new_state), vjp = jax.vjp(run, params, x)
+    dparams, dx = vjp((dy, jnp.zeros(6)))
 
-    split = split_layer(layer, params, x, rng, remat=remat)
-    y, until_b, until_w = split.forward(params, x, rng)
-    dx, crossing = split.backward_input(params, until_b, until_w, dy, rng)
-    dparams = split.backward_weights(params, until_w, crossing, rng)
-    fused_dx, fused_dparams = split.backward_fused(params, until_b, until_w, dy, rng)
+    split = split_layer(tree_layer, params, x, batch, rng, state=state, remat=remat)
+    out, until_b, until_w = split.forward(params, x, batch, rng, state=state)
+    got_dx, crossing = split.backward_input(params, until_b, until_w, dy, batch, rng)
+    got_dparams = split.backward_weights(params, until_w, crossing, batch, rng)
+    fused = split.backward_fused(params, until_b, until_w, dy, batch, rng)
 
-    got = (y, dx, dparams, fused_dx, fused_dparams)
-    want = (expected_y, expected_dx, expected_dparams, expected_dx, expected_dparams)
+    got, want = (out, got_dx, got_dparams, fused), ((y, new_state), dx, dparams, (dx, dparams))
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -101,33 +114,6 @@ def test_w_reads_the_operands_of_its_matmuls_and_finished_sums_alone(remat):
     others = [leaf.shape for leaf in split.crossing if leaf.shape not in operands]
     assert [shape[-1:] for shape in others] == [(6,)]  # of scale; that of bias needs dy alone
     assert all(leaf.shape in operands for leaf in split.until_w)
-
-
-def tree_layer(w, x, batch, state):
-    mean = jnp.mean(x["moving"], 0)
-    hidden = jnp.tanh((x["moving"] - mean) @ w["up"] + batch["shift"])
-    moved = x["moving"] + hidden @ w["down"] + x["standing"] @ w["side"]
-    return {"moving": moved[:, :4], "standing": x["standing"]}, 0.9 * state + 0.1 * mean
-
-
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
-def test_parts_of_a_layer_of_trees_with_side_inputs_and_a_state_equal_the_vjp(remat):
-    params, moving, _ = arguments()
-    params |= {"side": jnp.linspace(-1, 1, 30).reshape(5, 6)}
-    x = {"moving": moving, "standing": jnp.linspace(0, 1, 15).reshape(3, 5)}
-    batch, state = {"shift": jnp.arange(10.0)}, jnp.ones(6)
-    dy = {"moving": jnp.ones((3, 4)), "standing": jnp.full((3, 5), 2.0)}
-    (y, new_state), vjp = jax.vjp(lambda w, x: tree_layer(w, x, batch, state), params, x)
-    dparams, dx = vjp((dy, jnp.zeros(6)))
-
-    split = split_layer(tree_layer, params, x, batch, state=state, remat=remat)
-    out, until_b, until_w = split.forward(params, x, batch, state=state)
-    got_dx, crossing = split.backward_input(params, until_b, until_w, dy, batch)
-    got_dparams = split.backward_weights(params, until_w, crossing, batch)
-    fused = split.backward_fused(params, until_b, until_w, dy, batch)
-
-    got, want = (out, got_dx, got_dparams, fused), ((y, new_state), dx, dparams, (dx, dparams))
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_layer_only_passes_on_is_not_saved():

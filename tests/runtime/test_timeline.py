@@ -5,26 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import toy
+import toys
+from compilations import refusal
 from covering import some
 
 import jaxpipe
 from benchmarks.bubble import WIDTH, sleeping_model
 from jaxpipe import measure
 from jaxpipe.runtime.tick.stamps import Stamps
-from jaxpipe.schedule import (
-    Costs,
-    build,
-    device_clock,
-    page,
-    simulate,
-    timelines,
-    trace,
-)
+from jaxpipe.schedule import Costs, build, device_clock, page, simulate, timelines, trace
 from jaxpipe.schedule.show.exchanges import exchanges
 
 SECONDS = Costs(0.004, 0.006, 0.003)
@@ -72,19 +65,13 @@ def test_every_cell_is_there_in_order_and_no_sooner_than_it_can_be(name, p, m, l
 
 
 def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
-    params = toy.params(tied=False, num_layers=4)
-    mesh, model = jaxpipe.make_mesh(stage=2, data=2), toy.model(tied=False, axis="stage")
-    schedule = build("zb-v", stages=2, microbatches=4)
-    pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh, zero=2)
-    placed, batch = pipe.place(params), toy.batch(8)
-    stamps = Stamps()
+    toy, stamps = toys.named("untied"), Stamps()
+    pipe = toys.pipeline("untied", "zb-v", toys.ON_DATA, microbatches=4, zero=2)
+    placed, batch = pipe.place(toy.params), toy.batch(8)
     step = pipe.make_program("train", stamps=stamps)(placed, batch, None, None)
     loss, grads = pipe.value_and_grad(placed, batch)
     jax.effects_barrier()
-    np.testing.assert_allclose(step.value, loss, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), step.gradients, grads
-    )
+    chex.assert_trees_all_close((step.value, step.gradients), (loss, grads), rtol=1e-5, atol=1e-7)
     # A stamp at both ends of F, B and W of every chunk, of one device of every stage.
     assert len(stamps.taken) == 2 * 3 * 4 * 4
     assert "callback" not in str(jax.make_jaxpr(pipe.value_and_grad)(placed, batch))
@@ -111,14 +98,7 @@ def test_predicted_and_measured_are_drawn_beside_each_other():
 
 
 def test_devices_of_other_processes_are_refused(monkeypatch):
-    params = toy.params(tied=False, num_layers=2)
-    pipe = jaxpipe.Pipeline(
-        toy.model(tied=False, axis=None),
-        params,
-        schedule="1f1b",
-        mesh=jaxpipe.make_mesh(stage=2),
-    )
-    placed = pipe.place(params)
+    pipe, batch = toys.pipeline("ends"), toys.named("ends").batch(4)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with pytest.raises(ValueError, match="mesh has devices of other processes"):
-        measure.timeline(pipe, placed, toy.batch(4))
+    found = refusal(measure.timeline, pipe, pipe.placed_params, batch)
+    assert "mesh has devices of other processes" in found

@@ -1,18 +1,21 @@
-"""What the roofline model of `benchmarks/gpu_roofline.py` reads from a compiled GPU program."""
+"""What benchmarks read from programs that are compiled for GPUs and TPUs."""
 
 from __future__ import annotations
 
 import jax
 import pytest
 
-from benchmarks import modelled_steps
+from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps
 from benchmarks.hlo import HloProgram, Scope, scope_of
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
+from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
 from models import gpt
+
+# The roofline model of `benchmarks/gpu_roofline.py`.
 
 WEIGHTS = {(64, 256)}
 SCOPE = 'metadata={op_name="jit(f)/while/body/closed_call/%s/while"}'
@@ -107,13 +110,19 @@ def test_what_a_kernel_does(name, use, flops, moved):
     assert (found.use, found.flops, found.bytes) == (use, flops, moved)
 
 
-ATTENTION = """HloModule step, is_scheduled=true
-
-ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,4,48,16] {
-  %q = bf16[2,48,4,16]{3,2,1,0} parameter(0)
-  ROOT %y = (bf16[2,4,48,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), FMHA, mask
-}
+def attention(call: str):
+    """The kernel of a custom call on 48 queries and 96 keys and values of 4 and 2 heads."""
+    text = f"""
+ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,48,4,16] {{
+  %q = bf16[2,48,4,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,96,2,16]{{3,2,1,0}} parameter(1)
+  ROOT %y = {call}
+}}
 """
+    program = HloProgram(text)
+    found = kernel(program, "main", program.computations["main"][-1], WEIGHTS)
+    assert found.use is Use.ATTENTION
+    return found
 
 
 @pytest.mark.parametrize(
@@ -121,24 +130,12 @@ ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,4,48,16] {
     [("Softmax", "CAUSAL", 1), ("Softmax", "NO_MASK", 2), ("SoftmaxBackward", "CAUSAL", 2.5)],
 )
 def test_attention_is_two_matmuls_and_five_backward_half_of_them_if_causal(target, mask, matmuls):
-    program = HloProgram(
-        ATTENTION.replace("FMHA", f'custom_call_target="__cudnn$fmha{target}"').replace(
-            "mask", mask
-        )
-    )
-    found = kernel(program, "main", program.computations["main"][-1], WEIGHTS)
-    assert found.use is Use.ATTENTION
+    result, call = "(bf16[2,4,48,16]{3,1,2,0}, u8[0]{0})", f'"__cudnn$fmha{target}", {mask}'
+    found = attention(f"{result} custom-call(%q, %q, %q), custom_call_target={call}")
     assert found.flops == matmuls * 2 * (2 * 4) * 48 * 48 * 16
     assert found.bytes == 4 * 2 * 2 * 48 * 4 * 16
 
 
-BLOCKS = """
-ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,48,4,16] {
-  %q = bf16[2,48,4,16]{3,2,1,0} parameter(0)
-  %k = bf16[2,96,2,16]{3,2,1,0} parameter(1)
-  ROOT %y = RESULTS custom-call(%q, %k, %k), custom_call_target="__gpu$xla.gpu.triton"
-}
-"""
 KEYS = "bf16[2,96,2,16]{3,2,1,0}"
 
 
@@ -152,9 +149,8 @@ KEYS = "bf16[2,96,2,16]{3,2,1,0}"
     ids=["forward", "queries", "keys and values"],
 )
 def test_kernels_of_attention_over_blocks_compute_half_of_all_pairs(results, matmuls):
-    program = HloProgram(BLOCKS.replace("RESULTS", results))
-    found = kernel(program, "main", program.computations["main"][-1], WEIGHTS)
-    assert found.use is Use.ATTENTION
+    target = 'custom_call_target="__gpu$xla.gpu.triton"'
+    found = attention(f"{results} custom-call(%q, %k, %k), {target}")
     assert found.flops == matmuls * 2 * (2 * 4) * (48 * 96 / 2) * 16
 
 
@@ -269,3 +265,143 @@ def test_the_model_that_is_costed_has_cudnns_attention():
     with attention_of_gpus():
         program = jax.make_jaxpr(lambda params, tokens: gpt.logits(config, params, tokens))
         assert "dot_product_attention_fwd" in str(program(params, tokens))
+
+
+# Transfers, copies and waits: `benchmarks/gpu_compile.py` and `tpu_compile.py`.
+
+TICK_SCOPE = 'metadata={op_name="jit(step)/tick_forward/while/body/closed_call/%s/while"}'
+TICK_PROGRAM = f"""HloModule step, is_scheduled=true
+
+%layer (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  %w = f32[4,8,8]{{2,1,0}} get-tuple-element(%p), index=0
+  %x = f32[8,8]{{1,0}} get-tuple-element(%p), index=1
+  %cut = bf16[1,8,8]{{2,1,0}} fusion(%w), kind=kLoop, calls=%cut_computation
+  %y = f32[8,8]{{1,0}} dot(%cut, %x)
+  ROOT %out = (f32[4,8,8], f32[8,8]) tuple(%w, %y)
+}}
+
+%cut_computation (w: f32[4,8,8]) -> bf16[1,8,8] {{
+  %w = f32[4,8,8]{{2,1,0}} parameter(0)
+  ROOT %cut = bf16[1,8,8]{{2,1,0}} slice(%w)
+}}
+
+%continue (p: (f32[4,8,8], f32[8,8])) -> pred[] {{
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  ROOT %no = pred[] constant(false)
+}}
+
+%tick (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  %x = f32[8,8]{{1,0}} get-tuple-element(%p), index=1
+  %early = (f32[8,8], f32[8,8]) collective-permute-start(%x), CONFIG
+  %p1 = (f32[4,8,8], f32[8,8]) while(%p), body=%layer, {TICK_SCOPE % "F/chunk0_layer0"}
+  %p2 = (f32[4,8,8], f32[8,8]) while(%p1), body=%layer, {TICK_SCOPE % "F/chunk0_layer1"}
+  %arrived = f32[8,8]{{1,0}} collective-permute-done(%early)
+  %w = f32[4,8,8]{{2,1,0}} get-tuple-element(%p2), index=0
+  %again = f32[4,8,8]{{2,1,0}} copy(%w)
+  ROOT %out = (f32[4,8,8], f32[8,8]) tuple(%again, %arrived)
+}}
+
+ENTRY %main (p: (f32[4,8,8], f32[8,8])) -> (f32[4,8,8], f32[8,8]) {{
+  %p = (f32[4,8,8], f32[8,8]) parameter(0)
+  ROOT %ticks = (f32[4,8,8], f32[8,8]) while(%p), condition=%continue, body=%tick
+}}
+"""
+
+GATHER = """%gather (x: f32[8,8]) -> (f32[8,8], f32[16,8]) {
+  %x = f32[8,8]{1,0} parameter(0)
+  %whole = f32[16,8]{1,0} all-gather(%x), dimensions={0}
+  ROOT %out = (f32[8,8], f32[16,8]) tuple(%x, %whole)
+}
+
+"""
+
+THUNKS = """000: kCommandBuffer [source | sink]
+033: kWhile         [prev=000 (1) | sink]
+condition:
+    034: kCustomKernel [source | sink] compare
+  body:
+    047: kWhile         [source | sink]
+condition:
+        048: kCustomKernel [source | sink] compare
+      body:
+        052: kWhile         [source | sink]
+condition:
+          body:
+            053: kAllReduce [source | sink]
+    000: kCommandBuffer [prev=047 (1) | sink]
+        060: kWhile         [source | sink]
+condition:
+          body:
+            061: kCustomKernel [source | sink] matmul
+"""
+
+
+@pytest.mark.parametrize(("sync", "hidden_by"), [("false", 2), ("true", 0)])
+def test_a_transfer_is_hidden_by_the_layer_loops_before_its_end(sync, hidden_by):
+    program = HloProgram(TICK_PROGRAM.replace("CONFIG", f'backend_config={{"is_sync":{sync}}}'))
+    (found,) = compiled_ticks.collectives(program)
+    assert found == compiled_ticks.Collective(
+        "collective-permute", bytes=256, place="tick", hidden_by=hidden_by, tick="tick_forward"
+    )
+
+
+def test_tpus_gather_and_reduce_in_fusions():
+    """The loops that hide a gather hand on the values that its end reads."""
+    start = "%early = (f32[8,8], f32[8,8]) collective-permute-start(%x), CONFIG"
+    gather = "%async-collective-start.1 = (f32[8,8], f32[16,8]) fusion(%x), calls=%gather"
+    text = TICK_PROGRAM.replace(start, gather).replace("%layer (p", GATHER + "%layer (p", 1)
+    done = "%async-collective-done.1 = f32[8,8]{1,0} fusion(%p2), calls=%gather"
+    text = text.replace("%arrived = f32[8,8]{1,0} collective-permute-done(%early)", done)
+    (found,) = compiled_ticks.collectives(HloProgram(text))
+    assert (found.opcode, found.hidden_by) == ("all-gather", 2)
+
+    reduce = "%early = f32[4,8]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1"
+    (found,) = compiled_ticks.collectives(HloProgram(TICK_PROGRAM.replace(start, reduce)))
+    assert (found.opcode, found.hidden_by) == ("reduce-scatter", 0)
+
+
+def test_a_transfer_without_an_end_of_its_own_is_synchronous():
+    text = TICK_PROGRAM.replace(
+        "(f32[8,8], f32[8,8]) collective-permute-start", "f32[8,8] collective-permute"
+    )
+    (found,) = compiled_ticks.collectives(HloProgram(text))
+    assert found.hidden_by == 0
+
+
+def test_copies_of_buffers_and_weights():
+    program = HloProgram(TICK_PROGRAM)
+    assert [row.name for row in compiled_ticks.whole_buffers(program, {(4, 8, 8)})] == ["again"]
+    assert compiled_ticks.whole_buffers(program, {(5, 8, 8)}) == []
+
+
+@pytest.mark.parametrize(("scope", "passes"), [("F/chunk0_layer1", 1), ("W/chunk0_layer1", 2)])
+def test_what_a_layer_writes_of_its_weights(scope, passes):
+    """Each of the two loops cuts one from a stack; as two loops of one pass they count once."""
+    text = TICK_PROGRAM.replace("F/chunk0_layer1", scope)
+    found = gpu_compile.weight_traffic(HloProgram(text), {(8, 8)})
+    assert found == [gpu_compile.WeightTraffic(copied=128, cast=0)] * passes
+    cast = text.replace("bf16[1,8,8]{2,1,0} slice", "bf16[1,8,8]{2,1,0} convert")
+    found = gpu_compile.weight_traffic(HloProgram(cast), {(8, 8)})
+    assert found == [gpu_compile.WeightTraffic(copied=0, cast=128)] * passes
+
+
+def test_only_what_is_outside_cuda_graphs_waits_for_the_host():
+    assert gpu_compile.host_waits(THUNKS) == (1, 0)
+    choice = "    062: kConditional [source | sink]\n      branch_0:\n        063: kWhile [sink]\n"
+    assert gpu_compile.host_waits(THUNKS + choice) == (1, 1)
+
+
+@pytest.mark.slow
+def test_the_check_of_a_machine_with_one_gpu_writes_tables_and_the_device_that_plans_read(tmp_path):
+    tables = gpu_check.main(gpu_check.SMALL, tmp_path)
+    assert [row["step"] for row in tables["steps"]] == [
+        *("plain scan, dots", "plain loop, dots", "1f1b, unrolled, dots")
+    ]
+    assert min(row["of plain"] for row in tables["steps"][:2]) == 1.0
+    assert all(row["ms"] > 0 for rows in tables.values() for row in rows)
+    device = find(str(tmp_path / "gpu_check_device.json"))
+    assert isinstance(device, Device)
+    best = max(row["T/s"] for row in tables["rates"] if row["program"].startswith("matmul"))
+    assert device.efficiency.flops == best * 1e12 / device.flops

@@ -1,0 +1,218 @@
+"""Overlap: layers of a forward and a backward in one loop, transfers over data under layers."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toys
+from compilations import AS_USED, refusal
+from covering import some
+
+import jaxpipe
+from benchmarks.gpu_overlap import overlapped_one_f_one_b
+from benchmarks.hlo import HloProgram, scope_of
+from jaxpipe.runtime import options
+from jaxpipe.runtime.layout import shares
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.measure import memory
+from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.dualpipe import dualpipe_v_published
+from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.testing import assert_matches_unpipelined
+from models import gpt
+
+pytestmark = pytest.mark.pipeline
+
+FUSED = overlapped_one_f_one_b(2, 4, fused=True)
+SPLIT = overlapped_one_f_one_b(2, 5, fused=False)
+V = dualpipe_v_published(2, 6)
+ON_DATA = {"stage": 2, "data": 2}
+
+# fmt: off
+CASES = [  # with a tensor axis where the toy is split
+    ("untied", FUSED, ON_DATA, {"zero": 3, "weights": "unrolled"}),
+    ("mixture", SPLIT, {"stage": 2}, {"residuals": "host"}),
+    ("split", V, {"stage": 2}, {"weights": "unrolled"}),
+    ("untied", V, {"stage": 2}, {"remat": "full"}),
+    ("split", FUSED, ON_DATA, {"zero": 3, "remat": "dots"}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "sizes", "given"),
+    some(CASES, *CASES[:3]),
+)
+def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, given):
+    count = schedule.num_microbatches
+    pipe = toys.check(name, schedule, sizes, microbatches=count, pair_layers=True, **given)
+    assert pipe.table.pairs
+
+
+@pytest.mark.slow
+def test_experts_that_devices_share():
+    config = gpt.GPTConfig(
+        vocab_size=13, sequence_length=8, num_layers=4, width=8, num_heads=2, num_experts=4,
+        expert_width=8, balance_loss=0.1, capacity_factor=1.0, dtype="float32",
+    )  # fmt: skip
+    assert_matches_unpipelined(
+        gpt.model(config, vocabulary_axis="stage", expert_axis="expert"),
+        jax.jit(functools.partial(gpt.init, config))(jax.random.key(0)),
+        {"tokens": jax.random.randint(jax.random.key(1), (24, 9), 0, 13)},
+        schedules=[V],
+        meshes=[jaxpipe.make_mesh(stage=2, data=2, expert=2)],
+        reference=functools.partial(jaxpipe.unpipelined.loss, gpt.model(config)),
+        pair_layers=True,
+    )
+
+
+def test_tables_name_the_chunks_that_come_together():
+    # Chunks of the backward, which is not split, and of the forward, each with its layers.
+    first, last = {((1, 1), (0, 3)), ((0, 3), (1, 1))}, {((1, 2), (0, 2)), ((0, 2), (1, 2))}
+    assert lower(V, [3, 2, 2, 1]).pairs == {Kind.BW: first | last}
+    assert lower(SPLIT, [1, 2]).pairs == {Kind.B: {((0, 1), (0, 1)), ((0, 2), (0, 2))}}
+    assert not lower(jaxpipe.schedules.build("1f1b", stages=2, microbatches=4), [1, 1]).pairs
+
+
+def split(weights: str = "stacked", **given) -> jaxpipe.Pipeline:
+    return toys.pipeline("split", **{"schedule": V, "weights": weights} | given)
+
+
+@pytest.mark.parametrize("weights", ["stacked", "unrolled"])
+def test_one_loop_has_the_matmuls_of_all_its_actions(weights):
+    pipe, batch = split(weights, pair_layers=True), toys.named("split").batch(12)
+    compiled = memory.compiled(pipe, batch, updates=memory.PLAIN_UPDATES, options=AS_USED)
+    program, found = HloProgram(compiled.as_text()), collections.defaultdict(set)
+    for body in program.tick_bodies().values():
+        for loop in program.loops(body):
+            if (scope := scope_of(loop)) and scope.name.isupper():
+                inside = program.reached(loop.calls["body"], into_loops=True)
+                found[scope.name].add(sum(one.opcode == "dot" for one in inside))
+    together = found.pop("BW_F")
+    assert found.keys() == {"F", "B", "W"}
+    assert together == {sum(count for (count,) in found.values())}
+
+
+@pytest.mark.slow
+def test_predicted_memory_is_the_compiled_one():
+    config = gpt.GPTConfig(
+        vocab_size=96, sequence_length=16, num_layers=8, width=32, num_heads=2, dtype="float32"
+    )
+    pipe = jaxpipe.Pipeline(
+        gpt.model(config, vocabulary_axis="stage"),
+        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
+        schedule=V,
+        mesh=jaxpipe.make_mesh(**ON_DATA),
+        pair_layers=True,
+        zero=3,
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((24, 17), jnp.int32)}
+    predicted = sum(memory.predicted_bytes(pipe, batch).values())
+    assert memory.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
+
+
+def test_pairs_are_the_default_where_matmuls_can_hide_what_layers_communicate(monkeypatch):
+    assert not split().options.pair_layers  # CPUs hide nothing
+    monkeypatch.setattr(options, "transfers_overlap", lambda mesh: True)
+    assert split().options.pair_layers
+    assert not split(schedule="1f1b").options.pair_layers
+    # The layers of this toy communicate nothing.
+    assert not toys.pipeline("untied", V).options.pair_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "pairs", "text"),
+    [
+        ("tied", "1f1b", True, "schedule '1f1b' overlaps no forward with a backward"),
+        ("tied", V, "yes", "pair_layers='yes' is no choice"),
+        ("uneven", V, True, "pair_layers=True runs layers that are alike"),
+    ],
+)
+def test_what_has_no_pairs_is_refused(name, schedule, pairs, text):
+    assert text in refusal(toys.pipeline, name, schedule, pair_layers=pairs)
+
+
+# Transfers.
+
+
+@pytest.fixture
+def layers_in_shares(monkeypatch):
+    """Layers of the toy move in so many shares at most; of 8, one of its arrays does not divide."""
+
+    def allow(count):
+        monkeypatch.setattr(shares, "most", lambda layers: count)
+
+    return allow
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "zero", "layers", "shares", "options"),
+    some(
+        [
+            ("breadth-first-fused", 2, 3, 8, 4, {}),
+            ("modular-fused", 2, 1, 8, 4, {"weights": "unrolled"}),
+            ("breadth-first", 2, 3, 8, 8, {"weights": "unrolled"}),
+            ("breadth-first-fused", 4, 2, 15, 1, {}),
+            ("modular", 2, 0, 8, 8, {}),
+            ("breadth-first", 2, 0, 8, 1, {}),
+        ],
+        ("breadth-first-fused", 2, 3, 8, 4, {}),
+    ),
+)
+def test_equals_the_unpipelined_model(
+    name, stages, zero, layers, shares, options, layers_in_shares
+):
+    layers_in_shares(shares)
+    options |= {"num_layers": layers, "weight_slots": 2}
+    options |= {"zero": zero, "microbatches": 8}
+    pipe = toys.check("tied", name, {"stage": stages, "data": 2}, **options)
+    assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, shares)
+
+
+def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
+    layer = {"w": Leaf((64, 8), "float32", None, 0, data_parts=2)}
+    assert [shares.most(layer, n) for n in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
+    # 96 bytes of six rows, three per data shard, would move with every share.
+    layer["odd"] = Leaf((6, 4), "float32", None, 0, data_parts=2)
+    assert shares.most(layer, 1) == 2
+    share = shares.share_of(layer, 2)
+    assert (share["w"].shape, share["odd"].shape) == ((32, 8), (6, 4))
+
+
+def executed(pipe, opcode):
+    """How many collectives of a kind one step executes for layers, from its compiled text."""
+    program = HloProgram(memory.compiled(pipe, toys.named("tied").batch(32)).as_text())
+    found = 0
+    bodies = program.tick_bodies()
+    for parts in pipe.table.parts(gathers=pipe.options.zero == 3, reduces=True):
+        found += sum(row.opcode == opcode for row in program.computations[bodies[parts.name]])
+    loops = [row for row in program.computations[program.entry] if row.opcode == "while"]
+    for loop in loops:
+        inside = [row.opcode for row in program.reached(loop.calls["body"], into_loops=True)]
+        if not any("permute" in one for one in inside):  # over the layers of a chunk
+            found += inside.count(opcode) * pipe.table.layers_per_chunk
+    return found
+
+
+@pytest.mark.parametrize(
+    ("zero", "gathers", "reduces", "shares"), some([(3, 6, 4, 2), (2, 0, 4, 4)], (3, 6, 4, 2))
+)
+def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
+    zero, gathers, reduces, shares, layers_in_shares
+):
+    layers_in_shares(shares)
+    schedule = jaxpipe.schedules.build("breadth-first", stages=2, microbatches=8, chunks=4)
+    given = {"num_layers": 16, "zero": zero, "weight_slots": 2, "poison": False}
+    pipe = toys.pipeline("tied", schedule, toys.ON_DATA, **given)
+    leaves = jax.tree.leaves(pipe.layout.layers.piece)
+    split = sum(leaf.data_dim is not None for leaf in leaves)
+    assert pipe.table.reduces.counts == (reduces,) * 2
+    # All chunks but the last, or the first, move in shares.
+    assert executed(pipe, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * shares)
+    if zero == 3:
+        assert pipe.table.gathers.counts == (gathers,) * 2
+        assert executed(pipe, "all-gather") == 2 * split * (1 + (gathers - 1) * shares)
