@@ -322,11 +322,6 @@ def logits(outer, x, batch, rng, *, axis=None):
     return {"logits": z[..., : toy.VOCAB], "first": first, "even": first % 2 == 0}
 
 
-def model(axis):
-    output = functools.partial(logits, axis=axis)
-    return dataclasses.replace(toy.model(tied=False, axis=axis), output=output)
-
-
 @pytest.mark.parametrize(
     ("schedule", "stages", "data", "zero", "axis"),
     some(
@@ -339,20 +334,15 @@ def model(axis):
 )
 def test_outputs_are_those_of_the_unpipelined_model_row_by_row(schedule, stages, data, zero, axis):
     """With dropout."""
-    params, batch, rng = toys.named("untied").params, toy.batch(6 * data), jax.random.key(3)
-    pipe = jaxpipe.Pipeline(
-        model(axis),
-        params,
-        schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=stages, data=data),
-        microbatches=3,
-        zero=zero,
-        poison=True,
-    )
-    got = jax.jit(pipe.outputs)(pipe.place(params), batch, rng)
+    name, sizes = "untied" if axis else "ends", {"stage": stages, "data": data}
+    pipe = toys.pipeline(name, schedule, sizes, microbatches=3, zero=zero)
+    pipe.model = dataclasses.replace(pipe.model, output=functools.partial(logits, axis=axis))
+    whole = dataclasses.replace(toys.named("ends").model, output=logits)
     reference = functools.partial(
-        jaxpipe.unpipelined.outputs, model(None), num_microbatches=3, data_shards=data
+        jaxpipe.unpipelined.outputs, whole, num_microbatches=3, data_shards=data
     )
+    params, batch, rng = toys.named(name).params, toy.batch(6 * data), jax.random.key(3)
+    got = jax.jit(pipe.outputs)(pipe.place(params), batch, rng)
     expected = jax.jit(reference)(params, batch, rng)
     np.testing.assert_array_equal(got["first"], batch["tokens"][:, 0])
     chex.assert_trees_all_equal_dtypes(got, expected)
@@ -381,7 +371,7 @@ def test_without_a_function_outputs_are_the_last_activation():
 )
 def test_what_does_not_begin_with_rows_is_refused(output, found):
     pipe = toys.pipeline("ends", microbatches=2)
-    pipe.model = dataclasses.replace(model(None), output=lambda outer, x, *_: output(x))
+    pipe.model = dataclasses.replace(pipe.model, output=lambda outer, x, *_: output(x))
     text = refusal(jax.eval_shape, pipe.outputs, pipe.placed_params, toy.batch(4))
     assert text.startswith(f"Model.output returns {found}; ")
     assert "arrays whose first dimension is the 2 rows" in text

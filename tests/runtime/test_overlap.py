@@ -139,18 +139,8 @@ def test_what_has_no_pairs_is_refused(name, schedule, pairs, text):
 # Transfers.
 
 
-@pytest.fixture
-def layers_in_shares(monkeypatch):
-    """Layers of the toy move in so many shares at most; of 8, one of its arrays does not divide."""
-
-    def allow(count):
-        monkeypatch.setattr(shares, "most", lambda layers: count)
-
-    return allow
-
-
 @pytest.mark.parametrize(
-    ("name", "stages", "zero", "layers", "shares", "options"),
+    ("name", "stages", "zero", "layers", "count", "options"),
     some(
         [
             ("breadth-first-fused", 2, 3, 8, 4, {}),
@@ -163,14 +153,12 @@ def layers_in_shares(monkeypatch):
         ("breadth-first-fused", 2, 3, 8, 4, {}),
     ),
 )
-def test_equals_the_unpipelined_model(
-    name, stages, zero, layers, shares, options, layers_in_shares
-):
-    layers_in_shares(shares)
-    options |= {"num_layers": layers, "weight_slots": 2}
-    options |= {"zero": zero, "microbatches": 8}
+def test_equals_the_unpipelined_model(name, stages, zero, layers, count, options, monkeypatch):
+    """Layers move in so many shares at most; of 8, one of the toy's arrays does not divide."""
+    monkeypatch.setattr(shares, "most", lambda layers: count)
+    options |= {"num_layers": layers, "weight_slots": 2, "zero": zero, "microbatches": 8}
     pipe = toys.check("tied", name, {"stage": stages, "data": 2}, **options)
-    assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, shares)
+    assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, count)
 
 
 def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
@@ -199,12 +187,12 @@ def executed(pipe, opcode):
 
 
 @pytest.mark.parametrize(
-    ("zero", "gathers", "reduces", "shares"), some([(3, 6, 4, 2), (2, 0, 4, 4)], (3, 6, 4, 2))
+    ("zero", "gathers", "reduces", "count"), some([(3, 6, 4, 2), (2, 0, 4, 4)], (3, 6, 4, 2))
 )
 def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
-    zero, gathers, reduces, shares, layers_in_shares
+    zero, gathers, reduces, count, monkeypatch
 ):
-    layers_in_shares(shares)
+    monkeypatch.setattr(shares, "most", lambda layers: count)
     schedule = jaxpipe.schedules.build("breadth-first", stages=2, microbatches=8, chunks=4)
     given = {"num_layers": 16, "zero": zero, "weight_slots": 2, "poison": False}
     pipe = toys.pipeline("tied", schedule, toys.ON_DATA, **given)
@@ -212,7 +200,7 @@ def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
     split = sum(leaf.data_dim is not None for leaf in leaves)
     assert pipe.table.reduces.counts == (reduces,) * 2
     # All chunks but the last, or the first, move in shares.
-    assert executed(pipe, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * shares)
+    assert executed(pipe, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * count)
     if zero == 3:
         assert pipe.table.gathers.counts == (gathers,) * 2
-        assert executed(pipe, "all-gather") == 2 * split * (1 + (gathers - 1) * shares)
+        assert executed(pipe, "all-gather") == 2 * split * (1 + (gathers - 1) * count)

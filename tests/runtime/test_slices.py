@@ -22,7 +22,7 @@ ROWS, LENGTH, WIDTH, LAYERS, TOKENS = 8, 16, 6, 8, 11
 
 def _attention(w, x, batch, rng, carry=None, start=0):
     """Causal attention within documents."""
-    q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+    q, k, v = jnp.split(x @ w["in"], 3, axis=-1)
     documents = batch["documents"]
     own = documents
     if carry is not None:
@@ -66,26 +66,17 @@ def _half(x, microbatch, num_slices):
     return 0.5 * x[:, 0]
 
 
-def _params(key, layers):
-    keys = jax.random.split(key, 2 + LAYERS)
-
-    def normal(key, *shape):
-        return 0.5 * jax.random.normal(key, shape)
-
-    names = {"attention": ("qkv", 3), "recurrent": ("in", 1)}
-    weights = [
-        {
-            names[kind][0]: normal(key, WIDTH, names[kind][1] * WIDTH),
-            "out": normal(jax.random.fold_in(key, 1), WIDTH, WIDTH),
-        }
-        for kind, key in zip(layers, keys[2:], strict=True)
+def _params(kinds):
+    draw = np.random.default_rng(0).normal
+    wide = {"attention": 3 * WIDTH, "recurrent": WIDTH}
+    layers = [
+        {"in": 0.5 * draw(size=(WIDTH, wide[kind])), "out": 0.5 * draw(size=(WIDTH, WIDTH))}
+        for kind in kinds
     ]
-    if len(set(layers)) == 1:
-        weights = jax.tree.map(lambda *w: jnp.stack(w), *weights)
-    else:
-        weights = tuple(weights)
-    head = normal(keys[1], WIDTH, TOKENS)
-    return {"embed": normal(keys[0], TOKENS, WIDTH), "layers": weights, "head": head}
+    alike = len(set(kinds)) == 1
+    layers = jax.tree.map(lambda *w: np.stack(w), *layers) if alike else tuple(layers)
+    outer = {"embed": 0.5 * draw(size=(TOKENS, WIDTH)), "head": 0.5 * draw(size=(WIDTH, TOKENS))}
+    return jax.tree.map(np.float32, outer | {"layers": layers})
 
 
 def _loss(outer, x, batch, rng):
@@ -95,15 +86,17 @@ def _loss(outer, x, batch, rng):
     return jaxpipe.Weighted((weights * losses).sum(), weights.sum())
 
 
-def _model(*layers):
-    functions = {"attention": _attention, "recurrent": _recurrent}
-    carries = {"attention": _empty_cache, "recurrent": _half}
-    alike = len(set(layers)) == 1
+LAYER = {"attention": _attention, "recurrent": _recurrent}
+CARRY = {"attention": _empty_cache, "recurrent": _half}
+
+
+def _model(kinds):
+    alike = len(set(kinds)) == 1
     return jaxpipe.Model(
         embed=lambda outer, batch, rng: outer["embed"][batch["tokens"]] + batch["x"],
-        layer=functions[layers[0]] if alike else [functions[kind] for kind in layers],
+        layer=LAYER[kinds[0]] if alike else [LAYER[kind] for kind in kinds],
         head_loss=_loss,
-        carry=carries[layers[0]] if alike else [carries[kind] for kind in layers],
+        carry=CARRY[kinds[0]] if alike else [CARRY[kind] for kind in kinds],
         output=lambda outer, x, batch, rng: x @ outer["head"],
     )
 
@@ -131,7 +124,7 @@ KINDS = {
 
 @functools.cache
 def _case(kind):
-    return _model(*KINDS[kind]), _params(jax.random.key(0), KINDS[kind])
+    return _model(KINDS[kind]), _params(KINDS[kind])
 
 
 CASES = [
