@@ -7,41 +7,33 @@ import functools
 import shutil
 import threading
 
-import adapted
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import toy
-import uneven
+import toys
 from command import blocks, finish, start
 
 import jaxpipe
 
 pytestmark = pytest.mark.pipeline
 
-ROWS, LAYERS = 16, 5
 OPTIMIZER = optax.adamw(1e-2)
 
 
 @functools.cache
-def pipeline(model="alike", schedule="1f1b", *, stage=2, data=1, **options) -> jaxpipe.Pipeline:
-    if model == "alike":
-        made, start = toy.model(tied=True, axis="stage"), toy.params(tied=True, num_layers=LAYERS)
-    else:
-        made, start = uneven.model(stateful=model == "stateful"), uneven.params()
-        options["states"] = uneven.states() if model == "stateful" else None
-    mesh = jaxpipe.make_mesh(stage=stage, data=data)
-    return jaxpipe.Pipeline(made, start, schedule=schedule, microbatches=4, mesh=mesh, **options)
+def pipeline(name, schedule="1f1b", *, stage=2, data=1, **options) -> jaxpipe.Pipeline:
+    sizes = {"stage": stage, "data": data}
+    return toys.pipeline(name, schedule, sizes, num_layers=5, **options)
 
 
-def begin(pipe, model):
-    start = toy.params(tied=True, num_layers=LAYERS) if model == "alike" else uneven.params()
-    params = pipe.place(start)
-    states = pipe.place_states(uneven.states()) if model == "stateful" else None
-    return params, pipe.init(OPTIMIZER, params), states
+def begin(pipe, name):
+    toy = toys.named(name, 5)
+    params, states = pipe.place(toy.params), toy.options.get("states")
+    placed = None if states is None else pipe.place_states(states)
+    return params, pipe.init(OPTIMIZER, params), placed
 
 
 def canonical(pipe, run):
@@ -51,48 +43,49 @@ def canonical(pipe, run):
 
 
 LAYOUTS = {
-    "alike": [
+    "tied": [
         {"schedule": "zb-v", "stage": 2, "data": 2, "zero": 1, "layer_counts": (1, 2, 0, 2)},
         {"schedule": "interleaved", "stage": 2, "data": 4, "zero": 3, "weights": "unrolled"},
-    ],
-    "differ": [
-        {"schedule": "1f1b", "stage": 2, "data": 2, "zero": 3},
-        {"schedule": "interleaved", "stage": 4},
     ],
     "stateful": [
         {"schedule": "1f1b", "stage": 4},
         {"schedule": "gpipe", "stage": 2, "layer_counts": (3, 5)},
     ],
 }
+OTHERS = [{"schedule": "1f1b", "stage": 4}, {"schedule": "interleaved", "data": 2, "zero": 3}]
 
 
 @pytest.mark.parametrize(
-    "model", ["alike", pytest.param("differ", marks=pytest.mark.slow), "stateful"]
+    "name",
+    [
+        *("tied", "stateful", "adapted"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("uneven", "adapted tuple")),
+    ],
 )
-def test_another_layout_restores_what_one_has_saved(model, tmp_path):
-    pipes = [pipeline(model, **layout) for layout in LAYOUTS[model]]
+def test_another_layout_restores_what_one_has_saved(name, tmp_path):
+    """Parameters that are not trained, too, which have no state."""
+    here, there = (pipeline(name, **layout) for layout in LAYOUTS.get(name, OTHERS))
     data = {"next": 2, "seeds": [1, 2]}
-    for number, (here, there) in enumerate(zip(pipes, pipes[1:] + pipes[:1], strict=True)):
-        params, state, states = begin(here, model)
-        state = jax.jit(functools.partial(jax.tree.map, lambda w: w + 1))(state)
-        saved = canonical(here, (params, state, states))
-        with jaxpipe.Checkpoints(tmp_path / str(number)) as checkpoints:
-            checkpoints.save(2, here, OPTIMIZER, params, state, states=states, data=data)
-            found = checkpoints.restore(there, OPTIMIZER)
-            part = checkpoints.restore_parts(2, {"params": there.canonical_params})
-        again = found.params, found.state, found.states
-        chex.assert_trees_all_equal(canonical(there, again), saved)
-        chex.assert_trees_all_equal(jax.device_get(part), {"params": saved[0]})
-        assert (found.step, found.data) == (2, data)
-        assert (found.states is None) == (model != "stateful")
-        expected = there.placed_params, there.optimizer_placing(OPTIMIZER).placed
-        shardings = [jax.tree.map(lambda w: w.sharding, tree) for tree in (again[:2], expected)]
-        assert shardings[0] == shardings[1]  # a step is not compiled again
+    params, state, states = begin(here, name)
+    state = jax.jit(functools.partial(jax.tree.map, lambda w: w + 1))(state)
+    saved = canonical(here, (params, state, states))
+    with jaxpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, here, OPTIMIZER, params, state, states=states, data=data)
+        found = checkpoints.restore(there, OPTIMIZER)
+        part = checkpoints.restore_parts(2, {"params": there.canonical_params})
+    again = found.params, found.state, found.states
+    chex.assert_trees_all_equal(canonical(there, again), saved)
+    chex.assert_trees_all_equal(jax.device_get(part), {"params": saved[0]})
+    assert (found.step, found.data) == (2, data)
+    assert (found.states is None) == (name != "stateful")
+    expected = there.placed_params, there.optimizer_placing(OPTIMIZER).placed
+    shardings = [jax.tree.map(lambda w: w.sharding, tree) for tree in (again[:2], expected)]
+    assert shardings[0] == shardings[1]  # a step is not compiled again
 
 
 def test_a_run_goes_on_bit_by_bit_as_if_nothing_had_been_broken(tmp_path):
     pipe = pipeline("stateful", **LAYOUTS["stateful"][1])
-    step, batch = pipe.train_step(OPTIMIZER), uneven.batch(ROWS)
+    step, batch = pipe.train_step(OPTIMIZER), toys.named("stateful", 5).batch(16)
 
     def steps(run):
         params, state, states = run
@@ -221,28 +214,6 @@ def test_every_state_comes_back_in_its_own_structure(name, tmp_path):
     assert jax.tree.map(lambda w: w.sharding, (found.params, found.state)) == shardings
 
 
-@pytest.mark.parametrize("differ", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_parameters_that_are_not_trained_are_saved_and_have_no_state(differ, tmp_path):
-    params = jax.device_get(adapted.params(differ=differ))
-
-    def pipe(**options):
-        model = adapted.model(differ=differ)
-        return jaxpipe.Pipeline(model, params, trainable=adapted.TRAINABLE, **options)
-
-    here = pipe(schedule="1f1b", mesh=jaxpipe.make_mesh(stage=4))
-    there = pipe(schedule="interleaved", mesh=jaxpipe.make_mesh(stage=2, data=2), zero=3)
-    placed = here.place(params)
-    state = here.init(OPTIMIZER, placed)
-    with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(1, here, OPTIMIZER, placed, state)
-        found = checkpoints.restore(there, OPTIMIZER)
-    chex.assert_trees_all_equal(jax.device_get(there.unplace(found.params)), params)
-    held = [pipe.optimizer_placing(OPTIMIZER).unplace for pipe in (here, there)]
-    chex.assert_trees_all_equal(
-        jax.device_get(held[1](found.state)), jax.device_get(held[0](state))
-    )
-
-
 def test_a_folder_without_checkpoints(two, tmp_path, caplog):
     """Where a run may begin, None is an answer; a folder beside it is named."""
     whole, pipe = two
@@ -294,8 +265,8 @@ def test_what_cannot_be_restored_is_refused(two, tmp_path):
 
 
 def test_states_of_layers_that_are_not_there(tmp_path):
-    pipe, stateful = pipeline("differ", stage=2), pipeline("stateful", stage=2)
-    params, state, _ = begin(pipe, "differ")
+    pipe, stateful = pipeline("uneven"), pipeline("stateful")
+    params, state, _ = begin(pipe, "uneven")
     with jaxpipe.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, pipe, OPTIMIZER, params, state)
         with pytest.raises(ValueError, match=r"keep other states:\nlayers.* is missing"):

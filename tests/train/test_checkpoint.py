@@ -34,8 +34,13 @@ def _save(checkpoints, step, eval_loss=None):
 
 
 def _latest(folder):
-    with checkpoints_in(folder, read_only=True) as checkpoints:
-        return checkpoints.latest
+    return checkpoints_in(folder, read_only=True).latest
+
+
+def _opened(folder, **options):
+    """The newest step that is whole, and what is said when a run opens a folder."""
+    with checkpoints_in(folder, **options) as checkpoints:
+        return checkpoints.latest, checkpoints.found.notes()
 
 
 def _assert_restores(folder, step):
@@ -93,11 +98,8 @@ def test_another_model_names_every_field(tmp_path):
     assert checkpoint.other_model(saved, config, data_sha256="a") == []
     other = Config(run_dir=str(tmp_path), model={"width": 64, "tied": False, "dropout": 0.1})
     found = checkpoint.other_model(saved, other, data_sha256="b")
-    assert [failure.fields for failure in found] == [
-        ("model.width",),
-        ("model.tied",),
-        ("data.path",),
-    ]
+    fields = [field for failure in found for field in failure.fields]
+    assert fields == ["model.width", "model.tied", "data.path"]
     assert "model.width=64 is not the model of the checkpoint" in found[0].message
     assert "Nearest valid: 128, or another --run-dir." in found[0].message
     assert "has another tokenizer than the checkpoint" in found[2].message
@@ -150,9 +152,8 @@ def test_the_newest_whole_one_is_found(folder, damage):
     for path in _files(folder / "2"):
         content = path.read_bytes()
         damage(path)
-        with checkpoints_in(folder, read_only=True) as checkpoints:
-            assert checkpoints.latest == 1
-            (note,) = checkpoints.found.notes()
+        latest, (note,) = _opened(folder, read_only=True)
+        assert latest == 1
         assert note.startswith("skipping checkpoint 2: ")
         assert note.endswith("; it is kept as 2.damaged")
         assert path.relative_to(folder / "2").as_posix() in note
@@ -210,13 +211,10 @@ def test_the_damaged_step_is_saved_again_and_nothing_is_deleted(folder):
         with (folder / "2" / "data" / "metadata").open("ab") as file:
             file.write(b" ")
         before = {path.name: path.read_bytes() for path in _files(folder / "2")}
+        reason = "data/metadata does not have its checksum (flipped or truncated)"
+        notes = [f"skipping checkpoint 2: {reason}; it is kept as {name}"]
         with checkpoints_in(folder, keep=1) as checkpoints:
-            assert checkpoints.latest == 1
-            (note,) = checkpoints.found.notes()
-            assert note == (
-                "skipping checkpoint 2: data/metadata does not have its checksum (flipped or "
-                f"truncated); it is kept as {name}"
-            )
+            assert (checkpoints.latest, checkpoints.found.notes()) == (1, notes)
             _save(checkpoints, 2, 3.0)
             assert checkpoints.latest == 2
         assert {path.name: path.read_bytes() for path in _files(folder / name)} == before
@@ -304,8 +302,7 @@ def test_what_no_run_has_written_is_one_line_whatever_its_checksum(folder, item,
 def test_a_link_to_nowhere_is_not_replaced(folder):
     (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
     (folder / "2.damaged").symlink_to(folder / "nowhere")
-    with checkpoints_in(folder, keep=1) as checkpoints:
-        assert checkpoints.latest == 1
+    assert _opened(folder, keep=1)[0] == 1
     assert (folder / "2.damaged").is_symlink()
     assert (folder / "2.damaged.2").is_dir()
 
@@ -375,9 +372,8 @@ def test_an_older_version_s_checkpoint_that_cannot_be_read(old, name):
     (path,) = (old / "2").glob(name)
     for file in [path] if path.is_file() else path.iterdir():
         DAMAGE["truncated"](file)
-    with checkpoints_in(old, read_only=True) as checkpoints:
-        assert checkpoints.latest == 1
-        skipped, unverified = checkpoints.found.notes()
+    latest, (skipped, unverified) = _opened(old, read_only=True)
+    assert latest == 1
     assert skipped.startswith("skipping checkpoint 2: it cannot be read (")
     assert "\n" not in skipped
     assert unverified.startswith("checkpoint 1 carries no checksums")

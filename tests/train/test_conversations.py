@@ -1,6 +1,5 @@
 """Conversations: what the template writes, what is predicted, and its loss in packed rows."""
 
-import io
 import json
 import re
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
-from rich.console import Console
 
 from jaxpipe import unpipelined
 from models import gpt
@@ -65,19 +63,17 @@ def _folder(tmp_path, template=CHATML):
 
 def _file(tmp_path, conversations=CONVERSATIONS):
     path = tmp_path / "chat.jsonl"
-    lines = [
-        json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]})
-        for messages in conversations
-    ]
-    path.write_text("\n".join(lines) + "\n")
+    with path.open("w") as file:
+        for messages in conversations:
+            said = [{"role": role, "content": content} for role, content in messages]
+            file.write(json.dumps({"messages": said}) + "\n")
     return path
 
 
 def _prepare(tmp_path, template=CHATML):
     out = tmp_path / "out"
     options = {"tokenizer": _folder(tmp_path, template), "conversations": _file(tmp_path)}
-    quiet = Console(file=io.StringIO())
-    prepare(PrepareOptions(out=out, heldout_fraction=0.1, **options), console=quiet)
+    prepare(PrepareOptions(out=out, heldout_fraction=0.1, **options))
     return out
 
 
@@ -135,10 +131,8 @@ def test_packed_rows_give_the_loss_of_the_answers(tmp_path):
     model, params = gpt.model(config), gpt.init(config, jax.random.key(0))
     found = unpipelined.loss(model, params, jax.tree.map(jnp.asarray, rows))
 
-    tokens, roles = (
-        text.read_tokens(out / "train.tokens")[:],
-        text.read_roles(out, "train.tokens")[:],
-    )
+    tokens = text.read_tokens(out / "train.tokens")[:]
+    roles = text.read_roles(out, "train.tokens")[:]
     losses = []
     for part in np.split(np.arange(len(tokens)), np.flatnonzero(roles == text.BEGIN)[1:]):
         scores = jax.nn.log_softmax(gpt.logits(config, params, jnp.asarray(tokens[part])[None]))[0]

@@ -1,10 +1,7 @@
 """Masked language modelling: shares, fixed counts, and what a row may depend on."""
 
-import io
-
 import numpy as np
 import pytest
-from rich.console import Console
 
 from train.data import masked_lm, text
 from train.prepare.text import PrepareOptions, prepare
@@ -124,7 +121,7 @@ def test_lengths_that_do_not_fit_name_the_nearest(num_tokens, length, next_sente
 
 def test_the_folder_of_a_language_model_serves(tmp_path):
     options = PrepareOptions(out=tmp_path, vocab_size=400, max_megabytes=0.1, heldout_fraction=0.3)
-    prepare(options, console=Console(file=io.StringIO()))
+    prepare(options)
     sides = masked_lm.load(tmp_path, sequence_length=LENGTH)
     for side, name in zip(sides, (text.TRAIN_FILE, text.HELDOUT_FILE), strict=True):
         tokens = text.read_tokens(tmp_path / name)[:]

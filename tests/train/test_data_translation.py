@@ -1,6 +1,7 @@
 """Sentence pairs: cleaning, no leaks, padding, BLEU, and bad catalogues."""
 
 import io
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,13 +15,7 @@ from rich.console import Console
 from train.data import translation
 from train.data.translation import Pair
 from train.prepare import translation as prepare_translation
-from train.prepare.translation import (
-    TranslationOptions,
-    collect_pairs,
-    prepare,
-    source_key,
-    split_pairs,
-)
+from train.prepare.translation import TranslationOptions, collect_pairs, prepare, split_pairs
 
 HEADER = """
 msgid ""
@@ -198,7 +193,7 @@ def test_missing_locales_and_folders_name_the_nearest(catalogue, tmp_path):
 
 def test_every_pair_is_on_one_side_or_counted(prepared, sides):
     meta, out, report = prepared
-    keys = [{source_key(pair.source) for pair in side.pairs} for side in sides]
+    keys = [{prepare_translation.source_key(pair.source) for pair in side.pairs} for side in sides]
     assert not keys[0] & keys[1]
     train, heldout = (side.pairs for side in sides)
     assert [meta.train, meta.heldout] == [len(train), len(heldout)]
@@ -215,7 +210,7 @@ def test_every_pair_is_on_one_side_or_counted(prepared, sides):
 
 def test_near_copies_of_a_source_share_a_side():
     sources = ["Delete?", "delete", "Delete {0}", "2 deletes"]
-    assert len({source_key(source) for source in sources}) == 1
+    assert len({prepare_translation.source_key(source) for source in sources}) == 1
     pairs = [Pair("de", f"{mark}{word}", "") for word in "abcdefghijkl" for mark in ("", "{0} ")]
     for side in split_pairs(pairs, heldout_fraction=0.5):
         assert len(side) % 2 == 0
@@ -270,10 +265,8 @@ def test_tokenizer_learns_nothing_from_heldout_pairs(catalogue, tmp_path):
         pairs = [Pair("xx", word, word.upper()) for word in words]
         _, heldout = split_pairs(pairs, heldout_fraction=0.2)
         targets = {pair.source: heldout_target for pair in heldout}
-        body = "".join(
-            f'msgid "{word}"\nmsgstr "{targets.get(word, word.upper())}"\n' for word in words
-        )
-        catalogue.write_text(HEADER + body)
+        lines = (f'msgid "{w}"\nmsgstr "{targets.get(w, w.upper())}"\n' for w in words)
+        catalogue.write_text(HEADER + "".join(lines))
         options = {"out": tmp_path / "out", "catalogues": tmp_path, "locales": ("xx",)}
         return prepare(TranslationOptions(**options, heldout_fraction=0.2, force=True))
 
@@ -284,13 +277,11 @@ def test_tokenizer_learns_nothing_from_heldout_pairs(catalogue, tmp_path):
 
 
 def test_changed_pairs_are_noticed(prepared, tmp_path):
-    _, out, _ = prepared
-    for path in out.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    path = tmp_path / "heldout.jsonl"
-    path.write_text("".join(path.read_text("utf-8").splitlines(keepends=True)[1:]), "utf-8")
+    out = shutil.copytree(prepared[1], tmp_path / "out")
+    path = out / "heldout.jsonl"
+    path.write_text(path.read_text("utf-8").partition("\n")[2], "utf-8")
     with pytest.raises(ValueError, match=r"heldout\.jsonl is not the file this data was made"):
-        translation.load(tmp_path)
+        translation.load(out)
 
 
 def test_bleu_is_sacrebleus_by_locale():

@@ -9,14 +9,16 @@ import os
 import signal
 from pathlib import Path
 
+import pyarrow
 import pytest
 from byte_tokenizer import byte_tokenizer
 from command import finish, start
+from pyarrow import parquet
 from rich.console import Console
 
 from train.data import text as texts
 from train.data.text import load_tokenizer, read_meta, read_tokens
-from train.prepare import folders
+from train.prepare import folders, rows
 from train.prepare import text as prepare_module
 from train.prepare.__main__ import main
 from train.prepare.text import (
@@ -61,7 +63,8 @@ def with_tokenizer(tmp_path, options):
 def _run(options, **changes):
     """Prepares and returns what was reported."""
     report = io.StringIO()
-    prepare(dataclasses.replace(options, **changes), console=Console(file=report))
+    console = Console(file=report, width=200)
+    prepare(dataclasses.replace(options, **changes), console=console)
     return report.getvalue()
 
 
@@ -69,20 +72,25 @@ def _content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def _documents(folder, name):
+    """The texts of the documents in a token file."""
+    tokenizer, end = load_tokenizer(folder), texts.end_of_text(folder)
+    tokens = read_tokens(folder / name)[:].tolist()
+    assert tokens[-1] == end
+    grouped = itertools.groupby(tokens, lambda token: token == end)
+    return [tokenizer.decode(list(part)) for is_end, part in grouped if not is_end]
+
+
 def test_tokens_decode_to_the_documents(options, text):
     meta = prepare(options)
     assert meta == read_meta(options.out)
     assert sorted(path.name for path in options.out.iterdir()) == sorted(prepare_module._FILES)
-    tokenizer = load_tokenizer(options.out)
-    end = tokenizer.token_to_id("<|endoftext|>")
     decoded = []
     for name, size in (("train", meta.train), ("heldout", meta.heldout)):
-        tokens = read_tokens(options.out / f"{name}.tokens")[:].tolist()
+        tokens = read_tokens(options.out / f"{name}.tokens")[:]
         assert len(tokens) == size.tokens
         assert max(tokens) < meta.vocab_size
-        assert tokens[-1] == end
-        grouped = itertools.groupby(tokens, lambda token: token == end)
-        parts = [tokenizer.decode(list(part)) for is_end, part in grouped if not is_end]
+        parts = _documents(options.out, f"{name}.tokens")
         assert len(parts) == size.documents > 1
         assert sum(len(part.encode()) for part in parts) == size.bytes
         decoded += parts
@@ -336,3 +344,64 @@ def test_what_cannot_be_used_is_refused_in_one_line(with_tokenizer, capsys, name
     assert message in error
     assert error.count("\n") == 1
     assert not with_tokenizer.out.exists()
+
+
+# Rows of Parquet and JSON Lines.
+
+ROWS = [f"def function_{n}():\n    return {n} ** {n % 7}\n" for n in range(300)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """300 texts: 200 in two Parquet files, one of them in a folder, and 100 lines of JSON."""
+    folder = tmp_path / "corpus"
+    (folder / "part").mkdir(parents=True)
+    for name, some in (("a.parquet", ROWS[:100]), ("part/b.parquet", ROWS[200:])):
+        table = pyarrow.table({"number": list(range(len(some))), "code": some})
+        parquet.write_table(table, folder / name, row_group_size=17)
+    lines = [json.dumps({"code": code}) for code in [*ROWS[100:200], ""]]
+    (folder / "b.jsonl").write_text("\n".join(lines) + "\n")
+    return PrepareOptions(out=tmp_path / "out", rows=folder, column="code", vocab_size=400)
+
+
+@pytest.mark.parametrize("group_bytes", [10**6, 1000], ids=["one group", "many groups"])
+def test_every_row_becomes_a_document(corpus, monkeypatch, group_bytes):
+    monkeypatch.setattr(rows, "GROUP_BYTES", group_bytes)
+    options = dataclasses.replace(corpus, heldout_fraction=0.2)
+    assert "rows left out (empty): 1" in _run(options)
+    meta = read_meta(options.out)
+    train, heldout = (_documents(options.out, name) for name in texts.ROLE_FILES)
+    assert sorted(train + heldout) == sorted(ROWS)
+    assert 30 <= len(heldout) <= 90
+    assert train == sorted(train, key=ROWS.index)  # the files in the order of their names
+    assert (meta.train.documents, meta.heldout.documents) == (len(train), len(heldout))
+    assert meta.train.bytes + meta.heldout.bytes == sum(map(len, ROWS))
+    assert "already prepared" in _run(options)
+
+
+def test_a_limit_leaves_rows_out_and_says_so(corpus):
+    few = {"rows": corpus.rows / "a.parquet", "max_megabytes": 0.002}
+    assert "rows left out (over --max-megabytes)" in _run(corpus, **few)
+    meta = read_meta(corpus.out)
+    assert meta.train.bytes + meta.heldout.bytes <= 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("b.jsonl", b'{"text": "a"}\n', "b.jsonl cannot be read: .*no field 'code'"),
+        ("b.jsonl", b'{"code": 3}\n', "b.jsonl cannot be read: row 1 holds no text, but 3"),
+        ("b.jsonl", b'{"code": "a"\n', "b.jsonl cannot be read: Expecting"),
+        ("a.parquet", b"PAR1", "a.parquet cannot be read"),
+    ],
+    ids=["no such field", "a number", "cut short", "damaged"],
+)
+def test_rows_without_texts_are_named(corpus, name, content, words):
+    with pytest.raises(ValueError, match=r"no column 'text', but number, code"):
+        _run(corpus, column="text")
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        _run(corpus, rows=corpus.rows / "nothing")
+    (corpus.rows / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        _run(corpus)
+    assert not corpus.out.exists()

@@ -94,6 +94,10 @@ def _touching(folder):
         thread.join()
 
 
+def _take(lock, folder, *, resume=False):
+    loop.take_folder(lock, Config(run_dir=str(folder)), resume=resume)
+
+
 def _refused(lock):
     with pytest.raises(ConfigError) as caught:
         lock.acquire()
@@ -247,10 +251,9 @@ def test_a_run_whose_lock_was_taken_over_ends_at_once(folder, other):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    config = Config(run_dir=str(tmp_path / "file" / "run"))
-    lock = RunLock(Path(config.run_dir), say=lambda _: None)
+    folder = tmp_path / "file" / "run"
     with pytest.raises(ConfigError, match=r"^run_dir=\S+ cannot be written: Not a dir.*$"):
-        loop.take_folder(lock, config, resume=False)
+        _take(RunLock(folder, say=print), folder)
 
 
 @pytest.mark.parametrize("make_it", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
@@ -259,7 +262,7 @@ def test_what_is_no_lock_is_not_waited_for_for_ever(make, folder, make_it):
     make_it(folder / LOCK_FILE)
     for resume in (False, True):
         with pytest.raises(ConfigError, match=r"\.lock must be a file, and is .*Move it away"):
-            loop.take_folder(make(), Config(run_dir=str(folder)), resume=resume)
+            _take(make(), folder, resume=resume)
 
 
 def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
@@ -270,18 +273,18 @@ def test_a_full_disk_leaves_no_lock(make, folder, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-            loop.take_folder(lock, Config(run_dir=str(folder)), resume=False)
+            _take(lock, folder)
     lock.release()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_run_that_ended_before_the_lock_was_free_is_not_written_over(make, folder):
-    config = Config(run_dir=str(folder))
     folder.mkdir(parents=True)
     (folder / run_folder.CONFIG_FILE).touch()
+    lock = make()
     with pytest.raises(ConfigError, match=r"already holds a run \(config.yaml\). Continue it"):
-        loop.take_folder(lock := make(), config, resume=False)
+        _take(lock, folder)
     lock.release()
     assert os.listdir(folder) == [run_folder.CONFIG_FILE]
-    loop.take_folder(make(), config, resume=True)
+    _take(make(), folder, resume=True)
     assert sorted(os.listdir(folder)) == [LOCK_FILE, run_folder.CONFIG_FILE]
