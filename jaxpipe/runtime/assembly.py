@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -32,6 +33,10 @@ from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.problems import refuse
 
+_FIRST_ORDER = (
+    "The gradients of a pipeline were differentiated; a pipeline has only first derivatives, "
+    "because a schedule holds one backward."
+)
 NO_STATES = "This model's layers keep no state: Pipeline was given no states."
 
 
@@ -178,6 +183,12 @@ class Assembly:
         specs = executor.Step(collected, gradients, P(self.axes.stage), data)
         return jax.jit(self.shard_map(body, self.in_specs, specs), inline=True)
 
+    def run_step(self, *args: Tree, inputs: tuple[int, ...] = ()) -> executor.Step:
+        """Runs a step; arguments are those of its program and ``inputs`` of `make_program`."""
+        run = self.program("train", inputs=inputs)
+        step: executor.Step = refusing_derivatives(run, _FIRST_ORDER)(*args)
+        return step
+
     @property
     def in_specs(self) -> Tree:
         """Partition specs of a step's arguments: placed parameters, batch, key and states."""
@@ -211,3 +222,14 @@ class Assembly:
         if states is None:
             return ["states=None, but this model's layers keep states: see `pipe.place_states`."]
         return self.states_placing.problems("states", states)
+
+
+def refusing_derivatives(run: Callable[..., Tree], refusal: str) -> Callable[..., Tree]:
+    """``run``, which raises ValueError when it is differentiated."""
+    guarded = jax.custom_jvp(run)
+
+    def refuse(primals: Tree, tangents: Tree) -> Any:
+        raise ValueError(refusal)
+
+    guarded.defjvp(refuse)
+    return guarded

@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
+import jax
 import optax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxpipe.runtime import checks, programs
-from jaxpipe.runtime.assembly import NO_STATES, Assembly
+from jaxpipe.runtime import checks
+from jaxpipe.runtime.assembly import NO_STATES, Assembly, refusing_derivatives
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placing import Placing
-from jaxpipe.runtime.layout.whole_model import FROZEN
+from jaxpipe.runtime.layout.whole_model import FROZEN, trained_part
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.types import (
@@ -36,6 +38,24 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import validate
 from jaxpipe.schedule.problems import ArgumentError, Problem, in_python, refuse
+
+# Refusals of derivatives.
+_FORWARD_MODE = (
+    "Pipeline.loss was differentiated in forward mode, as by jax.jvp; a schedule holds a backward "
+    "alone. Use jax.grad, jax.value_and_grad or jax.vjp."
+)
+_STATES = (
+    "Pipeline.loss was differentiated with respect to the states of its layers; these have no "
+    "gradient."
+)
+_METRICS = (
+    "A metric of Pipeline.loss was differentiated; only the loss has derivatives, as with "
+    "`has_aux=True`."
+)
+_OUTPUTS = (
+    "Pipeline.outputs was differentiated; it only runs forward. Compute what needs a gradient in "
+    "`Model.head_loss`, and differentiate `Pipeline.loss`."
+)
 
 MICROBATCHES_PER_STAGE = 2
 """By default. Every built-in schedule takes this many, and 1F1B's bubble ratio is below a third."""
@@ -234,7 +254,9 @@ class Pipeline(Assembly):
           ValueError: parameters unlike those that the pipeline was built for, or not placed; an
             optimizer that needs arrays of several layers at once.
         """
-        return training_step.init(self, optimizer, params)
+        refuse(self.params_placing.problems("params", params))
+        placed = self.placed_optimizer(optimizer)
+        return jax.jit(placed.init, out_shardings=placed.placing.shardings)(trained_part(params))
 
     def update(
         self,
@@ -331,7 +353,7 @@ class Pipeline(Assembly):
             a loss that is not a float32 scalar.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
-        step = programs.train(self, placed, batch, rng, states)
+        step = self.run_step(placed, batch, rng, states)
         return with_aux(step.value, step.states), step.gradients
 
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
@@ -341,7 +363,7 @@ class Pipeline(Assembly):
         gradients; the loss also has gradients by arrays of the batch that no layer reads.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
-        return programs.loss(self, placed, batch, rng, states)
+        return _loss(self, placed, batch, rng, states)
 
     def outputs(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
@@ -357,7 +379,48 @@ class Pipeline(Assembly):
           ValueError: as of `value_and_grad`, or an output that does not begin with rows.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
-        return programs.outputs(self, placed, batch, rng, states)
+        run = refusing_derivatives(self.program("outputs"), _OUTPUTS)
+        return run(placed, batch, rng, states).value
+
+
+def _loss(pipe: Assembly, *args: Tree) -> Tree:
+    """Computes loss and metrics from forwards alone; differentiated, from a whole step.
+
+    JAX cannot reverse the loops that run a schedule, and need not: a schedule holds its own
+    backward. First derivatives of the loss come from it, and all others are refused.
+    """
+
+    @jax.custom_vjp
+    def evaluate(placed: Placed, batch: Batch, rng: Key, states: States) -> Tree:
+        return pipe.program("loss")(placed, batch, rng, states).value
+
+    def forward(*primals: Tree) -> tuple[Tree, tuple[Gradients, Batch]]:
+        _, batch, _, states = primals
+        if any(leaf.perturbed for leaf in jax.tree.leaves(states)):
+            raise ValueError(_STATES)
+        leaves, structure = jax.tree.flatten(batch)
+        inputs = tuple(n for n, leaf in enumerate(leaves) if leaf.perturbed)
+        step = pipe.run_step(*jax.tree.map(lambda leaf: leaf.value, primals), inputs=inputs)
+        found = dict(zip(inputs, step.input_gradients, strict=True))
+        of_batch = jax.tree.unflatten(structure, [found.get(n) for n in range(len(leaves))])
+        return step.value, (step.gradients, of_batch)
+
+    def backward(gradients: tuple[Gradients, Batch], cotangents: Tree) -> tuple[Any, ...]:
+        of_loss, *of_metrics = jax.tree.leaves(cotangents)
+        if not all(isinstance(cotangent, SymbolicZero) for cotangent in of_metrics):
+            raise ValueError(_METRICS)
+        scaled = jax.tree.map(lambda w: (of_loss * w).astype(w.dtype), gradients)
+        of_params, of_batch = scaled
+        constant = {} if pipe.frozen is None else {FROZEN: None}
+        return of_params | constant, of_batch, None, None
+
+    evaluate.defvjp(forward, backward, symbolic_zeros=True)
+    try:
+        return evaluate(*args)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise ValueError(_FORWARD_MODE) from error
 
 
 def named_schedule(

@@ -17,7 +17,7 @@ from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.types import Batch, Key, Placed, Shapes, States
-from jaxpipe.runtime.update.layered import Applied
+from jaxpipe.runtime.update.training_step import Applied
 from jaxpipe.schedule.problems import refuse
 
 Traced = TypeVar("Traced")

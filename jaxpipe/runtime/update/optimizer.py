@@ -16,8 +16,7 @@ import optax
 
 from jaxpipe.runtime import host
 from jaxpipe.runtime.layout.placing import Placing
-from jaxpipe.runtime.layout.tree_layout import TreeLayout, layer_by_layer
-from jaxpipe.runtime.layout.whole_model import Layout
+from jaxpipe.runtime.layout.whole_model import Layout, TreeLayout, layer_by_layer
 from jaxpipe.runtime.trees import mismatches, strongly_typed
 from jaxpipe.runtime.types import (
     Gradients,
@@ -125,7 +124,7 @@ class PlacedOptimizer:
 
     @cached_property
     def program(self) -> Callable[..., Tree]:
-        """`update`, jitted as `jaxpipe.runtime.programs.make` says."""
+        """`update`, jitted as `Assembly.make_program` says."""
         return jax.jit(self._update, inline=True)
 
     # On placed trees.

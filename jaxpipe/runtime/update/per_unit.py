@@ -24,8 +24,7 @@ from jaxpipe.runtime.layers.jaxprs import Env
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.layer_layout import Piece
 from jaxpipe.runtime.layout.parts import DevicePart, communicate
-from jaxpipe.runtime.layout.tree_layout import TreeLayout
-from jaxpipe.runtime.layout.whole_model import Layout, outer_of
+from jaxpipe.runtime.layout.whole_model import Layout, TreeLayout, outer_of
 from jaxpipe.runtime.types import Arrays, At, Index, Placed, Shapes, Stored, Tree
 from jaxpipe.runtime.update import run_parts
 from jaxpipe.runtime.update.units import Slice, Units

@@ -1,34 +1,52 @@
-"""A whole training step: the backward and the optimizer, after it or within it."""
+"""A whole training step: the backward and the optimizer, after it or within it.
+
+Within it is layered gradient accumulation. Where a schedule finishes all microbatches of a chunk
+before it goes on to the next one, the chunk's gradient is complete while other chunks still run
+backward. It is reduced and updates the chunk's weights at once, so that only the gradients of
+chunks in work are kept: one, or one per slot. `docs/design/004-optimizers.md` says when this pays.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime import checks, host, programs
+from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.assembly import Assembly
+from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.layers.losses import with_aux
-from jaxpipe.runtime.layout.whole_model import frozen_part, trained_part
+from jaxpipe.runtime.layout.data_axis import reduce_gradients
+from jaxpipe.runtime.layout.whole_model import frozen_part, outer_of, trained_part
 from jaxpipe.runtime.tick import executor
+from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink
+from jaxpipe.runtime.tick.gradients import reduced_outer
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
-from jaxpipe.runtime.trees import deleted, elsewhere, shapes_of
-from jaxpipe.runtime.types import Batch, Gradients, Key, OptimizerState, Placed, States, Tree
-from jaxpipe.runtime.update.layered import Applied
+from jaxpipe.runtime.trees import deleted, elsewhere, rounded, shapes_of
+from jaxpipe.runtime.types import (
+    Arrays,
+    Batch,
+    Gradients,
+    Index,
+    Key,
+    OptimizerState,
+    OuterParams,
+    Placed,
+    Shapes,
+    States,
+    Stored,
+    Tree,
+)
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
+from jaxpipe.runtime.update.per_unit import with_stages, without_stages
+from jaxpipe.schedule.lowering.table import NONE, Transfer
 from jaxpipe.schedule.problems import Problem, refuse
-
-
-def init(pipe: Assembly, optimizer: optax.GradientTransformation, params: Placed) -> OptimizerState:
-    """Makes the state, as `Pipeline.init` does."""
-    refuse(pipe.params_placing.problems("params", params))
-    placed = pipe.placed_optimizer(optimizer)
-    return jax.jit(placed.init, out_shardings=placed.placing.shardings)(trained_part(params))
 
 
 def update(
@@ -56,6 +74,89 @@ def update(
     new, state = jax.lax.with_sharding_constraint(new, shardings)
     state = host.to_host(state) if placed.on_host else state
     return new | frozen_part(params), state
+
+
+class Updating(NamedTuple):
+    """Values that a step which updates its weights carries beside them.
+
+    Args:
+      layers: the layers' part of the components of the optimizer's state.
+      others: the components, without it.
+      rest: what the state holds beside components.
+      outer: embedding and head.
+    """
+
+    layers: list[Arrays]
+    others: list[OuterParams]
+    rest: list[Tree]
+    outer: OuterParams
+
+
+class Applied(GradientSink):
+    """A finished gradient is reduced and updates its chunk's weights at once."""
+
+    def __init__(self, optimizer: PlacedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def begin(self, placed: Placed, state: OptimizerState) -> Updating:
+        """Makes what is carried when the step begins."""
+        components, rest = self._optimizer.state.split(state)
+        layers = [without_stages(component)["layers"] for component in components]
+        return Updating(layers, list(map(outer_of, components)), rest, outer_of(placed))
+
+    def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
+        return {"gradients": fixed.params.sum_shapes(fixed.table.reduces.num_slots)}
+
+    def reduces(self, fixed: Fixed) -> bool:
+        return True
+
+    def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
+        """Updates a chunk whose gradient is complete; nothing reads it again."""
+        params, updating = fixed.params, carried.finished
+        step, zero = self._optimizer.step, fixed.setup.options.zero
+        shared = step.share(updating.rest)
+
+        def body(
+            chunk: Index, layer: Index, sums: Arrays, kept: list[Arrays]
+        ) -> tuple[Arrays, list[Arrays]]:
+            at = fixed.stage, chunk, layer
+
+            def gradient(example: int) -> Stored:
+                place = params.layer_at(at, example, slot=transfer.slot)
+                leaves = params.leaves_of(example)
+                total = params.read(sums, place)
+                return rounded(reduce_gradients(total, leaves, fixed.axes, zero=zero), leaves)
+
+            return sums, step.layer(at, gradient, kept, shared)
+
+        last = jnp.where(transfer.chunk == NONE, 0, fixed.table.layers_per_chunk)
+        (trained, *frozen), layers = carried.weights.layers, updating.layers
+        kept = [trained, *layers]
+        sums, (weights, *layers) = params.loop(
+            (transfer.chunk, 0, last), body, carried.gradients, kept
+        )
+
+        # The sums are cleared after what reads them, or XLA copies them.
+        transfer = after((weights, *layers), transfer, fixed.stage)
+
+        def clear(chunk: Index, number: Index, sums: Arrays) -> Arrays:
+            place = params.piece_at((fixed.stage, chunk, number), slot=transfer.slot)
+            return params.write(sums, place, jax.tree.map(jnp.zeros_like, params.read(sums, place)))
+
+        return carried.but(
+            gradients=params.loop_pieces(transfer.chunk, clear, sums),
+            weights=carried.weights._replace(layers=[weights, *frozen]),
+            finished=updating._replace(layers=layers),
+        )
+
+    def result(self, fixed: Fixed, carried: Carried) -> tuple[Placed, OptimizerState]:
+        """This device's part of the new parameters and optimizer state."""
+        updating, step = carried.finished, self._optimizer.step
+        shared = step.share(updating.rest)
+        given = [reduced_outer(fixed, carried), updating.outer, *updating.others]
+        layers = [carried.weights.layers[0], *updating.layers]
+        new = list(map(with_stages, step.with_outer(layers, given, shared)))
+        return new[0], self._optimizer.state.join(new[1:], step.rest(shared))
 
 
 TrainingStep: TypeAlias = Callable[
@@ -129,7 +230,7 @@ def _at_once(pipe: Assembly, optimizer: optax.GradientTransformation) -> Trainin
     def step(
         params: Placed, state: OptimizerState, batch: Batch, rng: Key, states: States
     ) -> tuple[Tree, Placed, OptimizerState]:
-        done = programs.train(pipe, params, batch, rng, states)
+        done = pipe.run_step(params, batch, rng, states)
         updated = update(pipe, optimizer, done.gradients, state, params, {})
         return with_aux(done.value, done.states), *updated
 
