@@ -148,7 +148,9 @@ class AsyncPipeline:
         self._rules = Rules(self.steady, parts, rescheduling_steps, discrepancy_decay, clip_norm)
         leaves = Kind.F if recompute_segment is None else Kind.R
         setup = pipe.setup(steady_table(pipe.table, self.steady))
-        self._setup = dataclasses.replace(setup, layout=self._layout.local, leaves=leaves)
+        layout = self._layout.local
+        # W follows B in the same tick, so B leaves to it all that belongs to W.
+        self._setup = dataclasses.replace(setup, layout=layout, leaves=leaves, early=False)
 
     @property
     def delays(self) -> np.ndarray:

@@ -273,6 +273,7 @@ def split_layer(
     remat: str = "none",
     loss_scale: float = 1.0,
     appended: tuple[bool, ...] = (),
+    early: bool = True,
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.
 
@@ -292,6 +293,7 @@ def split_layer(
       loss_scale: the cotangent of the layer's own loss, if it has one.
       appended: for the last leaves of x and of y, whether each is a buffer that slices of a
         sequence append to; B and W are given these as they are then.
+      early: whether B also runs equations of W where fewer bytes then cross.
 
     Returns:
       The split.
@@ -346,7 +348,8 @@ def split_layer(
             loss=y.loss if isinstance(y, WithLoss) else None,
             appended=appended,
             collectives=collectives,
-        )
+        ),
+        early=early,
     )
 
 
@@ -399,7 +402,7 @@ def _programs(
     return program, jax.make_jaxpr(backward)(residuals, dy), outputs
 
 
-def _cut(traced: _Traced) -> Split:
+def _cut(traced: _Traced, *, early: bool) -> Split:
     """Partitions the equations into F, B, W and names what is kept between them."""
     forward, backward = traced.forward, traced.backward
     from_x = jaxprs.reachable(forward, set(traced.own), traced.buffers)
@@ -411,7 +414,8 @@ def _cut(traced: _Traced) -> Split:
     needed = jaxprs.needed(backward, traced.dparams)
     w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     made = {v for eqn in b for v in eqn.outvars} | set(traced.dy)
-    in_b |= _early(w, traced.dparams, made & from_kept, kept_inputs)
+    if early:
+        in_b |= _early(w, traced.dparams, made & from_kept, kept_inputs)
     b = [eqn for eqn in backward if id(eqn) in in_b]
     w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     read_by_b, read_by_w = jaxprs.reads(b, traced.dx), jaxprs.reads(w, traced.dparams)

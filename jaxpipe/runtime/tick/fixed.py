@@ -85,6 +85,7 @@ class Setup:
       outputs: collect what `Model.output` returns, not the loss; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
       leaves: the kind of forward that leaves residuals.
+      early: whether B does what belongs to W where less then crosses; not where W follows at once.
       overlaps: whether devices communicate while they compute.
       tiled: whether devices store arrays in tiles.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
@@ -100,6 +101,7 @@ class Setup:
     outputs: bool = False
     inputs: tuple[int, ...] = ()
     leaves: Kind = Kind.F
+    early: bool = True
     overlaps: bool = True
     tiled: bool = False
     stamps: Stamps | None = None

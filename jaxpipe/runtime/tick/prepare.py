@@ -65,6 +65,7 @@ def fix(
         quantized=setup.quantized,
         remat=setup.options.remat,
         loss_scale=mean_scale(setup),
+        early=setup.early,
     )
     layers = sort_layers(
         model,
