@@ -149,14 +149,11 @@ def read_leaves(function: Callable[..., Tree], *args: Tree) -> list[bool]:
     return [var in read for var in jaxpr.invars]
 
 
-def renamed(jaxpr: Jaxpr, inputs: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
-    """Equations and results of a program with other variables, or literals, as its first inputs."""
-    names = dict(zip(jaxpr.invars, inputs, strict=False))
-
-    def named(atoms: Iterable[Atom]) -> list[Atom]:
-        return [names.get(v, v) if is_var(v) else v for v in atoms]
-
-    return [eqn.replace(invars=named(eqn.invars)) for eqn in jaxpr.eqns], named(jaxpr.outvars)
+def divided(eqns: Eqns, outputs: Iterable[Atom]) -> tuple[list[Eqn], list[Eqn]]:
+    """Divides a program into the equations that some outputs need and the others."""
+    first = needed(eqns, outputs)
+    ids = set(map(id, first))
+    return first, [eqn for eqn in eqns if id(eqn) not in ids]
 
 
 def _shape(var: Atom) -> jax.ShapeDtypeStruct:

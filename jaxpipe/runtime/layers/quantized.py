@@ -12,7 +12,8 @@ it is cut into F, B and W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,106 +31,95 @@ _SUMS = {"add", "add_any", "pad"}
 
 
 def quantize_matmuls(
-    forward: ClosedJaxpr,
-    backward: ClosedJaxpr,
+    program: ClosedJaxpr,
     names: Sequence[str | None],
     trained: Sequence[int],
     *,
     num_outputs: int,
     num_x: int,
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Rewrites the matmuls of chosen weights in a layer's flat programs.
+    num_dy: int,
+) -> ClosedJaxpr:
+    """Rewrites the matmuls of chosen weights in a layer's flat forward and backward.
 
     Args:
-      forward: takes parameters first and returns residuals last.
-      backward: takes residuals first and returns gradients of parameters last.
+      program: takes parameters first and dy last; returns outputs, residuals, dx and dparams.
       names: the names of chosen weights, None for other parameters.
       trained: numbers of the parameters that have gradients.
-      num_outputs: how many results of the forward come before the residuals.
-      num_x: how many results of the backward come before the gradients.
+      num_outputs, num_x, num_dy: how many arrays outputs, dx and dy are.
 
     Returns:
-      Forward and backward. The forward takes chosen weights in E4M3, and behind the parameters the
-      list of their scales; it returns some residuals also quantized, which the backward takes
-      behind the others.
+      A program that takes chosen weights in E4M3, and behind the parameters the list of their
+      scales; some residuals it returns also quantized, behind the others.
 
     Raises:
       ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise.
     """
-    eqns, count = backward.jaxpr.eqns, len(names)
-    weights = {v: n for v, n in zip(forward.jaxpr.invars, names, strict=False) if n is not None}
+    inputs, results, eqns = program.jaxpr.invars, program.jaxpr.outvars, program.jaxpr.eqns
+    count, gradients = len(names), len(results) - num_x - len(trained)
+    forward, backward = jaxprs.divided(eqns, results[:gradients])
+    weights = {v: n for v, n in zip(inputs, names, strict=False) if n is not None}
     chosen = list(weights)
-    in_forward = _matmuls(forward.jaxpr.eqns, weights)
-    source = dict(zip(backward.jaxpr.invars, forward.jaxpr.outvars[num_outputs:], strict=False))
-    read = {v: weights[r] for v, r in source.items() if jaxprs.is_var(r) and r in weights}
-    in_backward = _matmuls(eqns, read)
-    for n, gradient in zip(trained, backward.jaxpr.outvars[num_x:], strict=True):
+    matmuls = _matmuls(eqns, weights)
+    for n, gradient in zip(trained, results[gradients + num_x :], strict=True):
         if (name := names[n]) is not None:
-            in_backward |= _makers(eqns, gradient, name)
-    operands = {v for eqn in eqns if id(eqn) in in_backward for v in eqn.invars}
-    kept = [v for v in source if v in read or v in operands]
-    late = jaxprs.reachable(eqns, set(backward.jaxpr.invars[len(source) :]))
+            matmuls |= _makers(eqns, gradient, name)
+    operands = {v for eqn in backward if id(eqn) in matmuls for v in eqn.invars}
+    residuals = dict.fromkeys(filter(jaxprs.is_var, results[num_outputs:gradients]))
+    late = jaxprs.reachable(eqns, set(inputs[len(inputs) - num_dy :]))
 
-    def run_forward(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
-        given = dict(zip(forward.jaxpr.invars, [*params, *rest], strict=True))
-        pairs = {v: Quantized(given[v], scale) for v, scale in zip(chosen, scales, strict=True)}
-        given |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
-        results, quantized = _evaluate(forward, given, pairs, in_forward, set(weights), set())
-        return [*results, *(leaf for v in kept for leaf in quantized(source[v]))]
+    def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
+        env = jaxprs.consts(program) | dict(zip(inputs, [*params, *rest], strict=True))
+        pairs = {v: Quantized(env[v], scale) for v, scale in zip(chosen, scales, strict=True)}
+        env |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
+        values = _Values(env, pairs, matmuls, set(weights), late)
+        values.evaluate(forward)
+        kept = [values.quantized(v) for v in residuals if v in weights or v in operands]
+        values.evaluate(backward)
+        found = jaxprs.values(results, env)
+        return [*found[:gradients], *jax.tree.leaves(kept), *found[gradients:]]
 
-    def run_backward(residuals: list[Tree], pairs: list[Tree], dy: list[Tree]) -> list[Tree]:
-        given = dict(zip(backward.jaxpr.invars, [*residuals, *dy], strict=True))
-        quantized = {v: Quantized(*pair) for v, pair in zip(kept, pairs, strict=True)}
-        return _evaluate(backward, given, quantized, in_backward, set(read), late)[0]
-
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    shapes, inputs = (jaxprs.shapes_of_variables(p.jaxpr.invars) for p in (forward, backward))
+    shapes, scale = jaxprs.shapes_of_variables(inputs), jax.ShapeDtypeStruct((), jnp.float32)
     params = [w.update(dtype=E4M3) if names[n] else w for n, w in enumerate(shapes[:count])]
-    pairs = [(w.update(dtype=E4M3), scale) for w in jaxprs.shapes_of_variables(kept)]
-    of_f = jax.make_jaxpr(run_forward)(params, [scale] * len(chosen), shapes[count:])
-    of_b = jax.make_jaxpr(run_backward)(inputs[: len(source)], pairs, inputs[len(source) :])
-    return jaxprs.flatten(of_f), jaxprs.flatten(of_b)
+    return jaxprs.flatten(jax.make_jaxpr(run)(params, [scale] * len(chosen), shapes[count:]))
 
 
-def _evaluate(
-    program: ClosedJaxpr,
-    given: Env,
-    pairs: dict[Atom, Quantized],
-    matmuls: set[int],
-    weights: Vars,
-    late: Vars,
-) -> tuple[list[Tree], Callable[[Atom], Quantized]]:
-    """Evaluates a program with some matmuls quantized.
+class _Values(NamedTuple):
+    """Values of a program's variables, with some matmuls quantized.
 
     Args:
-      given: values of its inputs.
+      env: the values.
       pairs: operands that are quantized already; more are added.
       matmuls: ids of the equations.
       weights: variables that are chosen weights in some form.
       late: variables that depend on a cotangent.
-
-    Returns:
-      The results, and what quantizes a variable, once.
     """
-    env = jaxprs.consts(program) | given
 
-    def quantized(var: Atom) -> Quantized:
-        if var not in pairs:
-            pairs[var] = quantize(env[var], E5M2 if var in late else E4M3)
-        return pairs[var]
+    env: Env
+    pairs: dict[Atom, Quantized]
+    matmuls: set[int]
+    weights: Vars
+    late: Vars
 
-    for eqn in program.jaxpr.eqns:
-        if not weights.isdisjoint(eqn.outvars):
-            values, scale = pairs[eqn.invars[0]]
-            is_cast = eqn.primitive.name == "convert_element_type"
-            formed = [values] if is_cast else jaxprs.bind(eqn, [values])
-            pairs |= {v: Quantized(w, scale) for v, w in zip(eqn.outvars, formed, strict=True)}
-        if id(eqn) in matmuls:
-            outs = [_product(eqn, *map(quantized, eqn.invars))]
-        else:
-            outs = jaxprs.bind(eqn, jaxprs.values(eqn.invars, env))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return jaxprs.values(program.jaxpr.outvars, env), quantized
+    def quantized(self, var: Atom) -> Quantized:
+        """A value in 8 bits, made once."""
+        if var not in self.pairs:
+            self.pairs[var] = quantize(self.env[var], E5M2 if var in self.late else E4M3)
+        return self.pairs[var]
+
+    def evaluate(self, eqns: Eqns) -> None:
+        """Adds the results of equations."""
+        for eqn in eqns:
+            if not self.weights.isdisjoint(eqn.outvars):
+                values, scale = self.pairs[eqn.invars[0]]
+                is_cast = eqn.primitive.name == "convert_element_type"
+                formed = [values] if is_cast else jaxprs.bind(eqn, [values])
+                pairs = {v: Quantized(w, scale) for v, w in zip(eqn.outvars, formed, strict=True)}
+                self.pairs.update(pairs)
+            if id(eqn) in self.matmuls:
+                outs = [_product(eqn, *map(self.quantized, eqn.invars))]
+            else:
+                outs = jaxprs.bind(eqn, jaxprs.values(eqn.invars, self.env))
+            self.env.update(zip(eqn.outvars, outs, strict=True))
 
 
 def _product(eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:

@@ -1,8 +1,8 @@
 """Derives F, B and W from any layer function.
 
-``layer(params, x, *context) -> y`` is traced once through `jax.vjp`, which gives two programs: the
-forward (output and residuals) and the backward (residuals and cotangent to dx and dparams). Both
-are flattened (``jit`` and ``checkpoint`` equations inlined), then cut:
+``layer(params, x, *context) -> y`` is traced through `jax.vjp` together with its backward, as one
+program, and flattened (``jit`` and ``checkpoint`` equations inlined). What the output and the
+residuals need is the forward, the rest is the backward. Then these are cut:
 
 - residuals that do not depend on x (parameters, casts of them, and what depends on the context
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
@@ -308,52 +308,52 @@ def split_layer(
         frozen = jax.tree.map(lambda _: None, params)
     given = params, frozen, x, context, state
     policy = REMAT_POLICIES[remat]
-    forward, backward, outputs = _programs(layer, *given, policy=policy, loss_scale=loss_scale)
-    collectives = [*jaxprs.collectives(forward.jaxpr), *jaxprs.collectives(backward.jaxpr)]
-    forward, backward = jaxprs.flatten(forward), jaxprs.flatten(backward)
-    num_params, num_known = (len(jax.tree.leaves(tree)) for tree in (params, (params, context)))
-    structure = jax.tree.structure(params)
-    num_outputs, num_x = len(jax.tree.leaves(outputs)), len(jax.tree.leaves(x))
+    traced, outputs, dy = _differentiate(layer, *given, policy=policy, loss_scale=loss_scale)
+    program, structure = jaxprs.flatten(traced), jax.tree.structure(params)
+    trained = divide(params, frozen)[0]
+    num_params, num_trained, num_known, num_x, num_outputs, num_dy = (
+        len(jax.tree.leaves(tree)) for tree in (params, trained, (params, context), x, outputs, dy)
+    )
     if scales := list(filter(None, quantized)):
         numbers = jax.tree.unflatten(structure, range(num_params))
-        forward, backward = quantize_matmuls(
-            forward,
-            backward,
+        program = quantize_matmuls(
+            program,
             [*quantized, *[None] * (num_params - len(quantized))],
             jax.tree.leaves(divide(numbers, frozen)[0]),
             num_outputs=num_outputs,
             num_x=num_x,
+            num_dy=num_dy,
         )
         structure, num_known = jax.tree.structure((params, scales)), num_known + len(scales)
-    inputs, results = forward.jaxpr.invars, forward.jaxpr.outvars
-    residuals = results[num_outputs:]
-    of_backward, gradients = jaxprs.renamed(backward.jaxpr, residuals)
+    inputs, results = program.jaxpr.invars, program.jaxpr.outvars
+    own, gradients = len(inputs) - num_dy, len(results) - num_x - num_trained
+    forward, backward = jaxprs.divided(program.jaxpr.eqns, results[:gradients])
     y = outputs if state is None else outputs[0]
     return _cut(
         _Traced(
-            forward=forward.jaxpr.eqns,
-            backward=of_backward,
-            consts=jaxprs.consts(forward) | jaxprs.consts(backward),
+            forward=forward,
+            backward=backward,
+            consts=jaxprs.consts(program),
             known=inputs[:num_known],
-            own=inputs[num_known:],
+            own=inputs[num_known:own],
             outputs=results[:num_outputs],
-            residuals=list(dict.fromkeys(filter(jaxprs.is_var, residuals))),
-            dy=backward.jaxpr.invars[len(residuals) :],
-            dx=gradients[:num_x],
-            dparams=gradients[num_x:],
+            residuals=list(dict.fromkeys(filter(jaxprs.is_var, results[num_outputs:gradients]))),
+            dy=inputs[own:],
+            dx=results[gradients : gradients + num_x],
+            dparams=results[gradients + num_x :],
             params=structure,
-            trained=jax.tree.structure(divide(params, frozen)[0]),
+            trained=jax.tree.structure(trained),
             x=jax.tree.structure(x),
             y=jax.tree.structure(outputs),
             loss=y.loss if isinstance(y, WithLoss) else None,
             appended=appended,
-            collectives=collectives,
+            collectives=list(jaxprs.collectives(traced.jaxpr)),
         ),
         early=early,
     )
 
 
-def _programs(
+def _differentiate(
     layer: Callable[..., Tree],
     params: LayerParams,
     frozen: LayerParams,
@@ -363,13 +363,13 @@ def _programs(
     *,
     policy: Policy | None,
     loss_scale: float,
-) -> tuple[core.ClosedJaxpr, core.ClosedJaxpr, Shapes]:
-    """Traces the forward, from (params, context, x, state) to what the layer returns and residuals,
-    and the backward, from (residuals, dy) to (dx, dparams).
+) -> tuple[core.ClosedJaxpr, Shapes, Shapes]:
+    """Traces a layer's forward and backward as one program.
 
-    Also returns the shapes of what the layer returns.
+    Returns:
+      The program, from (params, context, x, state, dy) to (what the layer returns, residuals, dx,
+      dparams); and the shapes of what the layer returns, and of dy.
     """
-    structure = []
 
     def forward(params: LayerParams, context: Tree, x: Activation, state: States) -> Tree:
         trained, fixed = divide(params, frozen)
@@ -382,24 +382,22 @@ def _programs(
         if policy is not None:
             of_trained_and_x = jax.checkpoint(of_trained_and_x, policy=policy)
         y, vjp, new_state = jax.vjp(of_trained_and_x, trained, x, has_aux=True)
-        residuals, tree = jax.tree.flatten(vjp)
-        structure.append(tree)
-        return (y if state is None else (y, new_state)), residuals
+        return (y if state is None else (y, new_state)), vjp
 
     args = params, context, x, state
-    program = jax.make_jaxpr(forward)(*args)
-    outputs, residuals = jax.eval_shape(forward, *args)
+    outputs, _ = jax.eval_shape(forward, *args)
     y = outputs if state is None else outputs[0]
     dy, loss = (y.x, y.loss) if isinstance(y, WithLoss) else (y, None)
 
-    def backward(residuals: Values, dy: Activation) -> tuple[Activation, Gradients]:
-        cotangent = dy
+    def program(*args: Tree) -> Tree:
+        *given, dy = args
+        returned, vjp = forward(*given)
         if loss is not None:
-            cotangent = WithLoss(dy, cotangent_of_layer(loss, loss_scale))
-        dparams, dx = jax.tree.unflatten(structure[0], residuals)(cotangent)
-        return dx, dparams
+            dy = WithLoss(dy, cotangent_of_layer(loss, loss_scale))
+        dparams, dx = vjp(dy)
+        return returned, jax.tree.leaves(vjp), dx, dparams
 
-    return program, jax.make_jaxpr(backward)(residuals, dy), outputs
+    return jax.make_jaxpr(program)(*args, dy), outputs, dy
 
 
 def _cut(traced: _Traced, *, early: bool) -> Split:
