@@ -116,8 +116,8 @@ def test_damaged_cache_files_are_replaced(damage, files):
 
 
 def test_links_are_replaced(files):
-    """To another schedule, and to a device without end."""
-    search(2, 3, 4)
+    """To a schedule under another limit, and to a device without end."""
+    search(2, 4, 5)
     (other,) = files.iterdir()
     first = search(2, 4, 4)
     (file,) = set(files.iterdir()) - {other}
