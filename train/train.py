@@ -47,6 +47,12 @@ def main(arguments: Sequence[str]) -> int:
         # Training itself saves before it stops.
         print("error: interrupted while no training step ran; nothing was saved", file=sys.stderr)
         return _INTERRUPTED
+    except SystemExit as end:
+        # A module of the user's may call `sys.exit("why")`, whose status Python would make 1.
+        if end.code != 1 and not isinstance(end.code, str):
+            raise
+        traceback.print_exc()
+        return _FAILED
     except Exception:
         traceback.print_exc()
         return _FAILED

@@ -152,7 +152,12 @@ def test_nothing_that_is_said_commands_the_terminal():
 
 @pytest.mark.parametrize(
     ("error", "status", "last"),
-    [(KeyboardInterrupt(), 130, ""), (RuntimeError("a bug"), 70, "RuntimeError: a bug\n")],
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (RuntimeError("a bug"), 70, "RuntimeError: a bug\n"),
+        (SystemExit("a module"), 70, "SystemExit: a module\n"),
+        (SystemExit(1), 70, "SystemExit: 1\n"),
+    ],
 )
 def test_ctrl_c_is_one_line_and_a_bug_a_traceback(monkeypatch, capsys, error, status, last):
     def fail(arguments):
