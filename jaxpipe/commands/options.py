@@ -11,7 +11,6 @@ from typing import Any
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check.validate import peak_in_flight
-from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.problems import (
     ArgumentError,
     Problem,
@@ -173,15 +172,9 @@ def build(
 
     Costs are also used by the clocks.
     """
-    given = {option: value for option, value in options.items() if value is not None}
-    measures = {"costs": costs, "layer_costs": layer_costs}
-    timing: dict[str, Any] = {name: value for name, value in measures.items() if value is not None}
-    if stages is None or microbatches is None:
-        # Only a file has its own; to a function it is told that it is missing.
-        if "chunks" in given:
-            given["num_chunks"] = given.pop("chunks")
-        return user.load(name, num_stages=stages, num_microbatches=microbatches, **given)
-    own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
-    passes = microbatches * max(given.get("slices", 1), 1)
-    check_size(stages, passes, given.get("chunks", own[0] if own else 1))
-    return catalog.build(name, stages=stages, microbatches=microbatches, **given, **timing)
+    if stages is not None and microbatches is not None:
+        own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
+        passes = microbatches * max(options["slices"] or 1, 1)
+        check_size(stages, passes, options["chunks"] or (own[0] if own else 1))
+    shape = {"stages": stages, "microbatches": microbatches}
+    return catalog.build(name, **shape, costs=costs, layer_costs=layer_costs, **options)

@@ -3,20 +3,8 @@
 Bytes are those of the executor's own buffers: slots of the tick table times what a layer keeps, and
 beside them what is live while one layer, or the head, is at work.
 
-Seconds are those of the tick table on the device clock:
-
-=========================  ========================================================================
-communication              hidden by
-=========================  ========================================================================
-messages between stages    late ones: the tick's layers; others nothing (`device_clock.replay`)
-gathers, ZeRO-3            with two weight slots the layers of the ticks in which pieces move, but
-                           for the first chunk; with one slot, or where windows are short, nothing
-reductions of gradients    likewise, but for the last chunk
-between replicas           travels with the reductions
-over model axes            nothing: a layer waits for its own collectives
-residuals on the host      nothing, there or back; nor their slots before the first tick
-after the step             nothing: the optimizer; ZeRO-1 and 2 then gather the new parameters
-=========================  ========================================================================
+Seconds are those of the tick table on the device clock; `docs/design/009-planner.md` lists what
+hides which communication. Nothing hides residuals that lie on the host, there or back.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ DEVICES = {
     )
 }
 
+_LINK = re.compile(r"(nvlink|pcie):([1-9]\d{0,5}),(ib|eth):([1-9]\d{0,5}(?:\.\d+)?)")
 _GBIT = 1e9 / 8
 """Bytes per second of a Gb/s of a port, of InfiniBand or Ethernet."""
 _PORT_EFFICIENCY = 0.90
@@ -197,36 +198,20 @@ def cluster(
         problems.append(Problem("devices", devices, "must be at least 1", (1,)))
     if memory is not None and not 0 < memory < math.inf:
         problems.append(Problem("memory", memory, "must be bytes of a device, above 0", (80e9,)))
-    parts = _links(link)
+    parts = _LINK.fullmatch(link)
     if parts is None:
         rule = "must be WITHIN:DEVICES_PER_HOST,ACROSS:GBITS, with nvlink or pcie, and ib or eth"
         problems.append(Problem("link", link, rule, ("nvlink:8,ib:400",)))
     refuse(problems)
     assert parts is not None
-    (inner, per_host), (outer, gbits) = parts
+    inner, per_host, outer, gbits = parts.groups()
     kind = DEVICES[device] if isinstance(device, str) else device
     link_peak = kind.within_host if inner == "nvlink" else kind.pcie
     within = link_peak * kind.efficiency.link
     share = _PORT_EFFICIENCY if outer == "ib" else _ETHERNET_EFFICIENCY
-    across = _GBIT * gbits * share
+    across = _GBIT * float(gbits) * share
     limit = USABLE_MEMORY * kind.memory_bytes if memory is None else memory
     return Cluster(kind, devices, min(int(per_host), devices), within, across, limit)
-
-
-def _links(text: str) -> Sequence[tuple[str, float]] | None:
-    """Reads the link within hosts and that between them, each with its number; None if wrong."""
-    links = []
-    for part, kinds in zip(text.split(","), (("nvlink", "pcie"), ("ib", "eth")), strict=False):
-        name, _, number = part.partition(":")
-        try:
-            value = float(number)
-        except ValueError:
-            return None
-        whole = kinds[0] != "nvlink" or value == int(value)
-        if name not in kinds or not 1 <= value < math.inf or not whole:
-            return None
-        links.append((name, value))
-    return links if len(links) == 2 and text.count(",") == 1 else None
 
 
 # Measured devices.
@@ -275,8 +260,7 @@ def measured(kind: str, peaks: Peaks, *, memory_bytes: float | None, source: str
       memory_bytes: memory of a device; None where jax does not know it.
       source: where this was measured, in words.
     """
-    named = known(kind)
-    device = DEVICES["cpu"] if named is None else named
+    device = known(kind) or DEVICES["cpu"]
     if device.name == "cpu":
         # No data sheet: what is attained is the peak.
         device = dataclasses.replace(

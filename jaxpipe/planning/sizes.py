@@ -205,15 +205,10 @@ class ModelSizes:
 
     def to_json(self) -> str:
         """The text of a file for ``jaxpipe plan --sizes``."""
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "variants"
-        }
         variants = [
             variant._asdict() | {"sizes": sizes} for variant, sizes in self.variants.items()
         ]
-        return json.dumps(fields | {"variants": variants}) + "\n"
+        return json.dumps(vars(self) | {"variants": variants}) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> ModelSizes:

@@ -227,8 +227,8 @@ def _load_installed() -> None:
 def build(
     name: str,
     *,
-    stages: int,
-    microbatches: int,
+    stages: int | None = None,
+    microbatches: int | None = None,
     chunks: int | None = None,
     group: int | None = None,
     slices: int | None = None,
@@ -242,7 +242,7 @@ def build(
       name: a registered name, such as "1f1b"; or your own schedule, "PATH.csv" in PyTorch's format
         of pipeline actions or "module:function", as `register` takes it. "-published" after the
         name of a reordered schedule (`Entry`) keeps its order whatever the costs.
-      stages: p, at least 1.
+      stages: p, at least 1; None, as for the next one, for that of a file.
       microbatches: m, at least 1.
       chunks: v, the chunks per stage, at least 1. For this and the next three: None for the
         schedule's own default; a schedule that does not read one refuses it.
@@ -283,6 +283,7 @@ def build(
     others = {"memory_limit": memory_limit, "costs": costs, "layer_costs": layer_costs}
     given = {name: value for name, value in (counts | others).items() if value is not None}
     if chosen is not None:
+        problems += [user.no_shape(name)] if None in (stages, microbatches) else []
         problems += _misfits(chosen, given)
     try:
         refuse(problems)

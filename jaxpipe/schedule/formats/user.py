@@ -38,8 +38,8 @@ def is_file(name: str) -> bool:
 def load(
     name: str,
     *,
-    num_stages: int | None,
-    num_microbatches: int | None,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
     clock: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Schedule:

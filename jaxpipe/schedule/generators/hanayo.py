@@ -40,9 +40,7 @@ def hanayo(
 
     The bubble, in full-stage units at F=B=W, is (p-1)/(2W) split and 2(p-1) fused at m = p, less
     with more waves. At m > p and W = 1 it is the same fused, and split at most 2 more (p <= 12);
-    with more waves up to 4.5 times as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4). At
-    p = m = 8 its ratio is .368, .238, .135 fused for W = 1, 2, 4, where the paper's formula
-    (2p-2)/(3pW+p-1) gives .452, .255, .136.
+    with more waves up to 4.5 times as much split and 7.3 times fused (p <= 9, m <= 4p, W <= 4).
 
     Source: Liu et al., "Hanayo", arXiv 2308.15762.
 
