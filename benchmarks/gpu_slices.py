@@ -68,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     use_gpu_flags()
     table = Table(title=f"Llama 2 7B, {options.length} tokens, remat {options.remat}")
-    for name in ("slices", "peak, microbatches", "bubble", "buffers, GB", "compiled, GB"):
+    for name in ("slices", "peak, microbatches", "bubble ratio", "buffers, GB", "compiled, GB"):
         table.add_column(name, justify="right")
     table.add_column("predicted / compiled", justify="right")
     table.add_column("compile s", justify="right")
@@ -83,11 +83,10 @@ def main() -> None:
             seconds = time.perf_counter() - start
             predicted = sum(predicted_bytes(pipe, batch).values())
         timeline = simulate(schedule, UNIT)
-        work = 3 * schedule.num_passes
         table.add_row(
             str(slices),
             f"{max(peak_in_flight(schedule)) / slices:.2f}",
-            f"{timeline.makespan / work - 1:.3f}",
+            f"{timeline.bubble_ratio:.3f}",
             f"{buffers / 1e9:.2f}",
             f"{found / 1e9:.2f}",
             f"{predicted / found:.3f}",
