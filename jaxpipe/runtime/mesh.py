@@ -4,10 +4,12 @@ that a model uses itself."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -16,6 +18,8 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpipe import cpu_threads
 from jaxpipe.schedule.problems import Problem, below_one, refuse
+
+_Given = ParamSpec("_Given")
 
 _LOG = logging.getLogger(__name__)
 
@@ -131,6 +135,26 @@ def _names(axes: str | Iterable[str]) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def _by_known_names(make: Callable[_Given, Mesh]) -> Callable[_Given, Mesh]:
+    """Refuses arguments that the function does not have, and says which it has."""
+    known = tuple(inspect.signature(make).parameters)
+
+    @functools.wraps(make)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> Mesh:
+        unknown = [*map(repr, args), *(name for name in kwargs if name not in known)]
+        if unknown or "stage" not in kwargs:
+            found = f"has no {', '.join(unknown)}" if unknown else "needs the number of stages"
+            raise TypeError(
+                f"make_mesh {found}. It takes by name: {', '.join(known)}; such as "
+                "make_mesh(stage=2, data=2). A mesh of other axes is jax.sharding.Mesh's: "
+                "Pipeline(stage_axis=..., data_axes=...) names them."
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_by_known_names
 def make_mesh(
     *,
     stage: int,

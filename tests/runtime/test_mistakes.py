@@ -463,3 +463,15 @@ def test_every_schedule_takes_the_default_microbatches():
             schedule, problems = named_schedule(entry.name, mesh, Axes(), None)
             assert problems == []
             assert schedule.num_microbatches == 2 * num_stages
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (lambda: jaxpipe.make_mesh(stages=2), "make_mesh has no stages. It takes by name: stage,"),
+        (lambda: jaxpipe.make_mesh(data=2), "make_mesh needs the number of stages. It takes"),
+    ],
+)
+def test_a_mesh_says_which_axes_it_has(call, found):
+    with pytest.raises(TypeError, match=found):
+        call()

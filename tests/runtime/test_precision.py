@@ -46,7 +46,7 @@ def pipeline(name, schedule="1f1b", **options) -> jaxpipe.Pipeline:
 
 def check(name, schedule, zero):
     toy, rng, kept = toys.named(name), jax.random.key(1), () if name == "uneven" else ("bias",)
-    narrow = {"compute_dtype": "bfloat16", "full_precision": [f"*{part}*" for part in kept]}
+    narrow = {"compute_dtype": "bfloat16", "full_precision": tuple(f"*{part}*" for part in kept)}
     pipe, plain = pipeline(name, schedule, zero=zero, **narrow), pipeline(name, schedule, zero=zero)
     found = jax.jit(pipe.value_and_grad)(pipe.place(toy.params), toy.batch(16), rng)
     start = plain.place(rounded(toy.params, *kept))
