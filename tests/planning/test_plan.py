@@ -237,8 +237,11 @@ MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "-
         (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
     ],
 )
-def test_schedules_are_compared_on_any_mesh_as_plans_run_there(options, changes, sizes_of, capsys):
+def test_schedules_are_compared_on_any_mesh_as_plans_run_there(
+    options, changes, sizes_of, capsys, monkeypatch
+):
     """The same row alone and beside others, with embedding and head where that is faster."""
+    monkeypatch.setenv("COLUMNS", "120")
     plan = dataclasses.replace(COMPARED, **changes)
     model = synthetic(Variant(plan.context, 1, "none", plan.expert))
     cluster = devices.cluster("h100", 8 * plan.context)
