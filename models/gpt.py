@@ -426,18 +426,17 @@ def _for_inference(config):
 
 def _run_layers(config, layers, x, caches=None, start=0):
     """Runs all layers over whole sequences or, with caches, over their tokens from ``start``."""
-    function = model(config).layer
 
-    def run(x, layer, function=function):
+    def run(function, x, layer):
         params, cache = layer
         y = function(params, x, None, None, cache, start)
         return (y, None) if cache is None else y
 
+    function, after = model(config).layer, []
     if config.layers_are_alike:
-        return jax.lax.scan(run, x, (layers, caches))
-    after = []
-    for of_layer, *layer in zip(function, layers, caches or [None] * len(layers), strict=True):
-        x, cache = run(x, layer, of_layer)
+        return jax.lax.scan(functools.partial(run, function), x, (layers, caches))
+    for own, *layer in zip(function, layers, caches or [None] * len(layers), strict=True):
+        x, cache = run(own, x, layer)
         after.append(cache)
     return x, after
 

@@ -10,6 +10,8 @@ from importlib.metadata import version
 import limits
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# readline, which pytest imports, sets it for the processes of pytest-xdist alone.
+os.environ.pop("COLUMNS", None)
 # Tests compile more than they compute.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # The second flag turns a hang at a collective into a failure. The third one more than halves the

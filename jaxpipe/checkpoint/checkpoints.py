@@ -497,7 +497,7 @@ def _object(saved: Any) -> dict[str, Any]:
 
 
 def _placings(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str, Placing]:
-    """What places the parts of a training run, by name."""
+    """Placings of the parts of a training run, by name."""
     placings = {_PARAMS: pipe.params_placing, _OPTIMIZER: pipe.optimizer_placing(optimizer)}
     return placings if pipe.states_placing is None else placings | {_STATES: pipe.states_placing}
 

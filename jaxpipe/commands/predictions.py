@@ -135,6 +135,8 @@ def of_schedules(
 
     Args:
       options: names of schedules, each with its "chunks" and "slices" where these are given.
+      on: a model, and the other axes of the mesh.
+      stages, microbatches: shape of the schedules.
 
     Raises:
       ArgumentError: the options do not fit each other.
@@ -185,7 +187,16 @@ def print_parts(
     which: str,
     scale: float,
 ) -> None:
-    """Prints "seconds" or "bytes" of named plans by part and in all, multiplied by ``scale``."""
+    """Prints seconds or bytes by part, and all of them.
+
+    Args:
+      console: console to print on.
+      title: title of the table.
+      label: heading of the first column.
+      plans: name and plan of each row.
+      which: "seconds" or "bytes".
+      scale: factor to the unit that is shown.
+    """
     parts = [
         {**getattr(plan, which), "all": sum(getattr(plan, which).values())} for _, plan in plans
     ]

@@ -42,7 +42,11 @@ def print_table(
 ) -> None:
     """Prints rows as a table, or one below the other if the terminal has no room for the columns.
 
-    The first column names the rows.
+    Args:
+      console: console to print on.
+      columns: headings of the columns; the first column names the rows.
+      rows: cells of the rows, one per column.
+      title: text above the table.
     """
     # Without lines between columns a terminal of 80 has room for the longest names.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -66,8 +70,14 @@ def print_table(
 def print_differences(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str
 ) -> None:
-    """Prints a table without the columns whose cells are all equal, which the title names once; the
-    first one stays."""
+    """Prints a table without the columns whose cells are all equal, which the title names once.
+
+    Args:
+      console: console to print on.
+      columns: headings of the columns; the first column names the rows, and stays.
+      rows: cells of the rows, one per column.
+      title: text above the table.
+    """
     alike = {
         column: cells[0]
         for column, *cells in zip(columns, *rows, strict=True)

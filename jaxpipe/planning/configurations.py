@@ -28,18 +28,32 @@ class Configured(Protocol):
     def sizes(
         self, most_context: int, most_slices: int, progress: Callable[[float], None]
     ) -> ModelSizes:
-        """Counts the model for all numbers of devices and slices, up to these, that it lets share a
-        layer or cut a sequence; ``progress`` is told which share of the work is done."""
+        """Counts the model for all numbers of devices that it lets share a layer.
+
+        Args:
+          most_context: devices that may share a sequence.
+          most_slices: slices into which a sequence may be cut.
+          progress: told which share of the work is done.
+        """
 
     def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
-        """Compiles a plan's training step without its devices, of a kind in `COMPILED_FOR`, and
-        returns what it takes of each while it runs; costs as for `write`."""
+        """Compiles a plan's training step without its devices.
+
+        Args:
+          plan: to compile.
+          costs: as for `write`.
+          device: a name in `COMPILED_FOR`.
+
+        Returns:
+          What it takes of each device while it runs.
+        """
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
         """Writes the text of a configuration that trains the model by a plan.
 
         Args:
-          costs: costs of a chunk, for which its schedule is made.
+          plan: to write.
+          costs: of a chunk, for which its schedule is made.
           steps: optimizer steps; None to keep those that the configuration has.
         """
 

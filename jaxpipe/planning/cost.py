@@ -53,7 +53,9 @@ class Prediction(NamedTuple):
     """Predicted time and memory of a plan.
 
     Args:
-      seconds, bytes: of a step and of a device, by part.
+      placed: the plan, its model and cluster.
+      seconds: seconds of a step, by part.
+      bytes: bytes of a device, by part.
       steps: optimizer steps of the training.
       compiled_bytes: bytes of a device, by the compiler; None if it was not compiled.
     """

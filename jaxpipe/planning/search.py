@@ -95,7 +95,8 @@ class Result:
       without_stages: the best plan of one stage, timed as it would run: data, tensor and context
         devices alone; None if none fits the batch and the memory.
       front: the Pareto front of time, memory and cost, by time.
-      excluded: how many of the plans that were ``considered`` are out, by `REASONS`.
+      excluded: how many plans are out, by `REASONS`.
+      considered: how many there were.
     """
 
     best: tuple[Prediction, ...]
@@ -119,8 +120,10 @@ def search(
 
     Args:
       clusters: that may be used; they differ in the number of devices.
-      finalists: how many plans that differ in mesh, schedule or policy to time as they would run.
+      finalists: how many of the best plans that differ in mesh, schedule or policy to time as they
+        would run.
       on_host: what lies on the host; None for what is best there.
+      allowed: which plans may be taken; None for all.
       progress: told which share of the work is done, 0 to 1.
 
     Raises:

@@ -76,6 +76,7 @@ class LayerSizes(NamedTuple):
     """One kind of layer on one device.
 
     Args:
+      f, b, w: its passes.
       parameters: elements that the device has.
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
       live: bytes that exist at once while a pass runs, beside what is kept.
@@ -167,10 +168,13 @@ class ModelSizes:
 
     Args:
       name: such as its configuration's file.
+      tokens_per_row: tokens of a row.
+      parameter_bytes: bytes of one parameter.
       compute_bytes: bytes of one parameter where layers read it, unless it is quantized; the same
         if it is not cast.
       moments: numbers that the optimizer keeps for every parameter.
-      batch_rows: rows of the configuration's batch, of ``row_bytes`` each.
+      batch_rows: rows of the configuration's batch.
+      row_bytes: bytes of a row of the batch.
       variants: sizes by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
     """

@@ -63,7 +63,7 @@ OTHERS = [{"schedule": "1f1b", "stage": 4}, {"schedule": "interleaved", "data": 
     ],
 )
 def test_another_layout_restores_what_one_has_saved(name, tmp_path):
-    """Parameters that are not trained, too, which have no state."""
+    """Parameters that are not trained come back as well, though they have no state."""
     here, there = (pipeline(name, **layout) for layout in LAYOUTS.get(name, OTHERS))
     data = {"next": 2, "seeds": [1, 2]}
     params, state, states = begin(here, name)
@@ -214,7 +214,7 @@ def test_every_state_comes_back_in_its_own_structure(name, tmp_path):
 
 
 def test_a_folder_without_checkpoints(two, tmp_path, caplog):
-    """Where a run may begin, None is an answer; a folder beside it is named."""
+    """A run may begin there; a mistyped folder is answered with the name of one beside it."""
     whole, pipe = two
     assert jaxpipe.Checkpoints(tmp_path, read_only=True).restore(pipe, OPTIMIZER) is None
     assert jaxpipe.Checkpoints(tmp_path / "new").restore(pipe, OPTIMIZER) is None
@@ -275,7 +275,7 @@ def test_states_of_layers_that_are_not_there(tmp_path):
 
 
 def test_what_cannot_be_saved_is_refused(two, tmp_path):
-    """What would be lost later, too; a number of any library is a step or a loss."""
+    """Refusals come before anything is written; numbers of any library are steps and losses."""
     _, pipe = two
     start, params, state = filled(pipe, 0)
     file, folder = tmp_path / "file", tmp_path / "run"

@@ -150,7 +150,7 @@ def code(section: str) -> str:
 @pytest.mark.parametrize("is_traced", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("section", [*filter(code, SECTIONS)], ids=lambda s: s.split("\n")[0])
 def test_a_section_of_your_own_model_runs(section, is_traced, monkeypatch):
-    """Those that train run, on one of the two default meshes."""
+    """Sections that train run, on one of the two default meshes; others are traced."""
     mesh = jaxpipe.make_mesh(stage=2, data=2)
     compare = partial(testing.assert_matches_unpipelined, meshes=[mesh])
     if is_traced and "train_step" not in section:

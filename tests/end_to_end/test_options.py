@@ -1,4 +1,4 @@
-"""What a run can do besides: a profile, skipped steps, averages, recorded schedules, plans."""
+"""Options of a run: a profile, skipped steps, averages, recorded schedules, plans."""
 
 import json
 import re

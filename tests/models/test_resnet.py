@@ -102,7 +102,7 @@ def run(model, params, images, state):
 
 
 def test_states_are_running_statistics_that_move_a_tenth_of_the_way(params, images):
-    """Of the stem, whose convolution is applied by itself here."""
+    """Checked for the stem, whose convolution is applied by itself here."""
     state = resnet.init_state(BATCH_NORM)
     assert resnet.model(BATCH_NORM).stateful
     assert not resnet.model(TINY).stateful

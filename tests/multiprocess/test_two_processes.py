@@ -75,7 +75,7 @@ def test_two_processes_skip_the_same_damaged_checkpoint_and_train_as_one(
 
 @pytest.mark.slow
 def test_one_process_continues_what_two_have_saved(toy_trainer, tmp_path):
-    """Which has its checksums, too."""
+    """The checkpoint of two has its checksums as well."""
     run = tmp_path / "run"
     _run_two(toy_trainer, "--run-dir", run, "--train.steps", NUM_STEPS)
     more = "--train.steps", NUM_STEPS + 2

@@ -124,7 +124,7 @@ def test_compiled_memory_replaces_what_was_predicted(model):
 
 
 def test_plans_whose_room_would_not_do_put_the_state_on_the_host():
-    """Where devices hold a little less than the leanest plan with its state on them."""
+    """Devices hold a little less here than the leanest plan with its state on them."""
     nothing = Linear(0, 0)
     matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
     kept = Linear(0, 1e7), nothing, nothing, nothing
@@ -237,11 +237,8 @@ MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "-
         (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
     ],
 )
-def test_schedules_are_compared_on_any_mesh_as_plans_run_there(
-    options, changes, sizes_of, capsys, monkeypatch
-):
+def test_schedules_are_compared_on_any_mesh_as_plans_run_there(options, changes, sizes_of, capsys):
     """The same row alone and beside others, with embedding and head where that is faster."""
-    monkeypatch.setenv("COLUMNS", "120")
     plan = dataclasses.replace(COMPARED, **changes)
     model = synthetic(Variant(plan.context, 1, "none", plan.expert))
     cluster = devices.cluster("h100", 8 * plan.context)

@@ -359,7 +359,7 @@ def corpus(tmp_path):
     for name, some in (("a.parquet", ROWS[:100]), ("part/b.parquet", ROWS[200:])):
         table = pyarrow.table({"number": list(range(len(some))), "code": some})
         parquet.write_table(table, folder / name, row_group_size=17)
-    lines = [json.dumps({"code": code}) for code in [*ROWS[100:200], ""]]
+    lines = [json.dumps({"code": code}) for code in [*ROWS[100:200], ""]] + [""]
     (folder / "b.jsonl").write_text("\n".join(lines) + "\n")
     return PrepareOptions(out=tmp_path / "out", rows=folder, column="code", vocab_size=400)
 

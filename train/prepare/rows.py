@@ -78,7 +78,7 @@ def _parquet(file: Path, column: str) -> Iterator[Any]:
 
 def _lines(file: Path, column: str) -> Iterator[Any]:
     with file.open(encoding="utf-8") as lines:
-        for line in lines:
+        for line in filter(str.strip, lines):
             fields = json.loads(line)
             if not isinstance(fields, dict) or column not in fields:
                 raise ValueError(f"a line has no field {column!r}: {shortened(line)}")

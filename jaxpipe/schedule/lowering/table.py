@@ -119,9 +119,15 @@ class Outer(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tick: what a stage runs, by kind; the messages it receives, in the order of
-    `TickTable.channels`; its transfers over data; what embedding and head compute; and the index of
-    its messages in `TickTable.exchanges`."""
+    """One tick.
+
+    Args:
+      cells: what a stage runs, by kind of action.
+      arrivals: the messages it receives, in the order of `TickTable.channels`.
+      gather, reduce: its transfers over data.
+      outer: what embedding and head compute.
+      exchange: index of its messages in `TickTable.exchanges`.
+    """
 
     cells: dict[Kind, Cell]
     arrivals: tuple[Arrival, ...]

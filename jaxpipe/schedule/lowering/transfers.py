@@ -79,7 +79,12 @@ def columns_of(schedule: Schedule) -> Columns:
 
 
 class MoveOptions(NamedTuple):
-    """Options for how chunks move over data, as for `lower`."""
+    """Options for how chunks move over data.
+
+    Args:
+      own_slots: a chunk always lies in slot ``chunk % k`` of k.
+      pieces, shares: as for `under_layers`.
+    """
 
     own_slots: bool
     pieces: int
@@ -87,7 +92,12 @@ class MoveOptions(NamedTuple):
 
 
 class ChunkSlots(NamedTuple):
-    """Transfers, and the slots in which actions find their chunks, int64 ``[actions]``."""
+    """Transfers, and the slots in which actions find their chunks.
+
+    Args:
+      transfers: at most one per stage and tick.
+      slots: int64 ``[actions]``: the slot of each action's chunk.
+    """
 
     transfers: Transfers
     slots: np.ndarray
@@ -106,6 +116,8 @@ def held_chunks(
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
     Args:
+      columns: the schedule's actions.
+      moving: how chunks move.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: kinds of action that need the chunk in a slot.
       load: whether chunks move before their first use, or after their last.
@@ -196,6 +208,7 @@ def under_layers(
 
     Args:
       stays: stays of each stage.
+      num_slots: number of slots of each stage.
       pieces: pieces of a chunk; 0 if chunks move only at the edges of the step, not under layers.
       most_shares: the most shares in which a piece may move, a power of two.
       load: whether chunks are gathered, or reduced.

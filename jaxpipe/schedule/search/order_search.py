@@ -63,7 +63,7 @@ def search_orders(
     seeds: Iterable[Schedule] = (),
     bound: float = 0.0,
 ) -> list[Schedule]:
-    """Finds orders that end early on the free-running clock; the one that ends first is in front.
+    """Finds orders that end early on the free-running clock.
 
     Tries rules (`dispatch`), which see the costs and the limit, takes the seeds as they are, and
     improves the best of both step by step (`improve`). Deterministic.
@@ -73,6 +73,9 @@ def search_orders(
       cap: the most chunks in flight on a stage, at least those of one microbatch.
       seeds: split schedules on this placement, within the cap.
       bound: no schedule ends before this.
+
+    Returns:
+      Schedules, the one that ends first in front.
     """
     schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
@@ -130,9 +133,10 @@ def _rules(placement: Placement) -> Iterator[Rule]:
 def improve(
     schedule: Schedule, costs: Sequence[Costs], *, cap: int, moves: int, bound: float
 ) -> Schedule:
-    """Looks for split orders that end sooner on the free-running clock.
+    """Looks for orders that end sooner on the free-running clock.
 
     Args:
+      schedule: split, synchronous, of one copy of the model.
       costs: costs of every virtual stage.
       cap: the most chunks in flight on a stage.
       moves: how many swaps to make.

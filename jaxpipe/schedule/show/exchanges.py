@@ -17,8 +17,10 @@ class Exchange(NamedTuple):
     Args:
       action: the action whose result it is; B if that is a fused backward.
       reader: the action that it is for.
-      sent, read: when the action ends, and when its reader starts.
+      sender, receiver: stages.
+      sent: when the action ends.
       arrives: when the receiver may read it: on the clocks that have ticks, at the start of one.
+      read: when its reader starts.
       tick: tick in which it is sent; None on the free-running clock.
       late: whether it travels under the layers of the tick after the one that sends it.
     """
