@@ -107,7 +107,7 @@ gpu-environment: setup
 	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
 	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[train]' \
-		"jax==$$version" "jax-cuda12-plugin==$$version" nvidia-cuda-nvcc-cu12
+		"jax==$$version" "jax-cuda12-plugin==$$version" nvidia-cuda-nvcc-cu12 matplotlib
 
 gpu-compile: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_compile.py $(ARGS)

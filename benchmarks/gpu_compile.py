@@ -57,7 +57,12 @@ from benchmarks.compiled_ticks import (
     whole_buffers,
 )
 from benchmarks.hlo import HloProgram, Instruction
-from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
+from jaxpipe.planning.without_devices import (
+    GPUS_PER_HOST,
+    attention_of_gpus,
+    h100s,
+    use_gpu_flags,
+)
 from jaxpipe.runtime.measure.memory import (
     PLAIN_UPDATES,
     bytes_beside_arguments,
@@ -279,6 +284,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     )
 
 
+@attention_of_gpus()
 def measure(case: Case) -> dict:
     """Compiles one case and reads its program."""
     pipe = pipeline(case)

@@ -23,7 +23,13 @@ import optax
 
 import jaxpipe
 from benchmarks import harness
-from jaxpipe.planning.without_devices import device_bytes, h100s, put_on_host, use_gpu_flags
+from jaxpipe.planning.without_devices import (
+    attention_of_gpus,
+    device_bytes,
+    h100s,
+    put_on_host,
+    use_gpu_flags,
+)
 from models import gpt
 
 CONFIG = gpt.GPTConfig(
@@ -35,6 +41,7 @@ CASES = [(2, 1, 0, "none"), (2, 1, 0, "full"), (2, 2, 1, "none"), (2, 2, 3, "ful
 """Stages, data shards, ZeRO level and rematerialization."""
 
 
+@attention_of_gpus()
 def compiled(stage: int, data: int, zero: int, remat: str, *, on_host: str) -> jax.stages.Compiled:
     """A whole training step on H100s."""
     optimizer = optax.adam(1e-3)
