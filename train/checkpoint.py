@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpipe import Checkpoints
-from jaxpipe.checkpoint import DamagedError, Fetch, Found, reading
+from jaxpipe.checkpoint import DamagedError, Found, reading
 from train import configured, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, refused
@@ -27,29 +26,6 @@ PyTree = Any
 
 IN_FLIGHT = "in_flight"
 """The entry of the description with the layout of a pipeline in mid-flight; None if drained."""
-
-
-def checkpoints_in(
-    folder: Path,
-    *,
-    keep: int = 1,
-    keep_every: int | None = None,
-    read_only: bool = False,
-    fetch: Fetch | None = None,
-) -> Checkpoints:
-    """Opens the checkpoints of a run, also those that older versions wrote without checksums."""
-    return Checkpoints(
-        folder,
-        keep=keep,
-        keep_every=keep_every,
-        read_only=read_only,
-        older=_check_description,
-        fetch=fetch,
-    )
-
-
-def _check_description(run: dict[str, Any]) -> None:
-    Config(**upgraded(run["config"]))
 
 
 def save(

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import difflib
 import re
-import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -70,38 +69,19 @@ def parse(arguments: Sequence[str]) -> Invocation:
       The configuration, and the wrong names and types in the file; nothing else is checked.
 
     Raises:
-      ConfigError: the file is missing, unreadable or not YAML, there is no such task, or an option
-        is one of older versions.
+      ConfigError: the file is missing, unreadable or not YAML, or there is no such task.
       SystemExit: tyro printed help (status 0) or refused an option (status 2).
 
     Example:
       >>> parse(["--mesh.stage", "2"]).config.mesh.stage
       2
     """
-    older = [a for a in arguments if a.startswith(tuple(f"--{name}." for name in tasks.names()))]
-    renamed = [
-        Failure(f"{option} has another name now: --model.{option.partition('.')[2]}.")
-        for option in older
-    ]
-    gone = ("--pipeline.slices", "--pipeline.no-slices")
-    removed = [
-        Failure(f"{option} is no option any more: actions always run whole. Leave it out.")
-        for option in arguments
-        if option.startswith(gone)
-    ]
-    if renamed or removed:
-        raise ConfigError(renamed + removed)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     finder.add_argument("--task")
     finder.add_argument("--init-from")
     given = finder.parse_known_args([a for a in arguments if a not in ("-h", "--help")])[0]
     raw = {} if given.config is None else load_yaml(Path(given.config))
-    if isinstance(pipeline := raw.get("pipeline"), dict) and "slices" in pipeline:
-        print(
-            f"warning: pipeline.slices in {given.config} is ignored: actions always run whole",
-            file=sys.stderr,
-        )
     if init_from := given.init_from or raw.get("init_from"):
         from train import initial
 

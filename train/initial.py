@@ -64,7 +64,7 @@ class Source:
         """Opens the run's checkpoints to read them."""
         folder = self.folder / run_folder.CHECKPOINTS
         fetch = None if self.copy is None else self.copy.fetch
-        return checkpoint.checkpoints_in(folder, read_only=True, fetch=fetch)
+        return Checkpoints(folder, read_only=True, fetch=fetch)
 
     def find(self, checkpoints: Checkpoints) -> int:
         """Returns the step that is meant; every process must ask.

@@ -215,7 +215,7 @@ def _run(
     setup = Setup(config, recorded)
     digest = setup.task.data_digest()
     modes = Modes(setup)
-    checkpoints = checkpoint.checkpoints_in(
+    checkpoints = Checkpoints(
         folder / run_folder.CHECKPOINTS,
         keep=config.train.keep,
         keep_every=config.train.keep_every,

@@ -126,8 +126,7 @@ class Mirror:
         self._checkpoints = self._local_checkpoints()
         for name in copy.half_written():
             say(f"ignoring {self._store.url}/{name}, which a run has not written to its end")
-            # It is deleted like any that is not kept. An older version wrote none with checksums.
-            if copy.checkpoints:
+            if copy.checkpoints:  # it is deleted like any that is not kept, if there are others
                 self._checkpoints[name] = 0
         self._files = {name: _version(path) for name, path in self._other_files()}
         self._left = threading.Event()

@@ -29,16 +29,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxpipe.checkpoint import recovery
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import (
-    CHECKSUMS,
-    DATA,
-    RUN,
-    STATE,
-    DamagedError,
-    Fetch,
-    Found,
-    Older,
-)
+from jaxpipe.checkpoint.recovery import DATA, RUN, STATE, DamagedError, Fetch, Found
 from jaxpipe.files import read_json
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.pipeline import Pipeline
@@ -93,8 +84,6 @@ class Checkpoints:
       keep: how many of the latest checkpoints to keep, at least 1; the best one is kept as well.
       keep_every: checkpoints of steps that are multiples of it are kept for good; None for none.
       read_only: never write.
-      older: accepts checkpoints without checksums, which earlier versions of the trainer wrote: it
-        takes what `save_arrays` was given as ``run``, and raises if that makes no sense.
       fetch: completes the files of a step, of which the folder may hold only those that tell which
         checkpoints to keep; process 0 calls it with a step before anyone reads it.
 
@@ -118,11 +107,10 @@ class Checkpoints:
         keep: int = 1,
         keep_every: int | None = None,
         read_only: bool = False,
-        older: Older | None = None,
         fetch: Fetch | None = None,
     ) -> None:
         self._folder, self._keep, self._keep_every = Path(folder).resolve(), keep, keep_every
-        self._read_only, self._older, self._fetch = read_only, older, fetch
+        self._read_only, self._fetch = read_only, fetch
         problems: list[Problem | str] = [*below_one(keep=keep, keep_every=keep_every)]
         if "://" in str(folder):
             problems.append(f"folder={str(folder)!r} is a URL; checkpoints need a folder.")
@@ -155,9 +143,9 @@ class Checkpoints:
 
         Process 0 alone decides what is damaged, so that all processes resume from the same step.
         """
-        find = functools.partial(recovery.find, self._folder, self._older, self._fetch)
-        latest, has_checksums, damaged = from_first(find)  # lists, after a round trip through JSON
-        return Found(latest, has_checksums, tuple(itertools.starmap(recovery.Damaged, damaged)))
+        find = functools.partial(recovery.find, self._folder, self._fetch)
+        latest, damaged = from_first(find)  # lists, after a round trip through JSON
+        return Found(latest, tuple(itertools.starmap(recovery.Damaged, damaged)))
 
     @property
     def latest(self) -> int | None:
@@ -309,7 +297,7 @@ class Checkpoints:
         if self._fetch is not None:
             self._fetch(step)
         try:
-            recovery.verify(self._folder / str(step), self._older)
+            recovery.verify(self._folder / str(step))
         except DamagedError as error:
             return str(error)
         return None
@@ -348,9 +336,8 @@ class Checkpoints:
         if not isinstance(step, numbers.Integral) or step < 0:
             refuse([f"step={step!r} must be a whole number, the optimizer steps done."])
         loss = None if loss is None else float(loss)  # JSON holds no array
-        described = {**(run or {}), CHECKSUMS: recovery.CHECKSUMS_FILE}
         _require_json("data", data)
-        _require_json("run", described)
+        _require_json("run", run or {})
         manager = self._manager or self._open()
         # The checksums of the step before must be written first.
         manager.wait_until_finished()
@@ -367,7 +354,7 @@ class Checkpoints:
         items = {
             STATE: ocp.args.StandardSave(arrays),
             DATA: ocp.args.JsonSave(dict(data)),
-            RUN: ocp.args.JsonSave(described),
+            RUN: ocp.args.JsonSave(dict(run or {})),
         }
         metrics = {_EVAL_LOSS: math.inf if loss is None else loss}
         manager.save(self._writing, args=ocp.args.Composite(**items), metrics=metrics, force=True)

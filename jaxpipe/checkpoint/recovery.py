@@ -19,24 +19,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxpipe.files import num_bytes, read_json
 from jaxpipe.schedule.problems import printable
 
 STATE, DATA, RUN = "state", "data", "run"
 """The items of a checkpoint: arrays, the position in the data, the description of the run."""
-CHECKSUMS = "checksums"
-"""The entry of the description that says that the checkpoint has checksums."""
-
-Older: TypeAlias = Callable[[Any], object]
-"""Takes the description of a checkpoint without checksums; raises if no run could continue it."""
 
 Fetch: TypeAlias = Callable[[int], object]
 """Completes the files of a step; the folder need only hold those that tell what to keep."""
 
-_JSON_FILE = "metadata"
 _REASON_WIDTH = 300
 """Characters of a reason that are shown: error messages of tensorstore are long."""
 CHECKSUMS_FILE = "checksums.json"
@@ -73,12 +65,10 @@ class Found(NamedTuple):
 
     Args:
       latest: the newest step whose checkpoint is whole, or None.
-      has_checksums: whether that checkpoint has checksums; older versions wrote none.
       damaged: newer checkpoints that are not whole, newest first.
     """
 
     latest: int | None
-    has_checksums: bool
     damaged: tuple[Damaged, ...]
 
     @property
@@ -87,17 +77,11 @@ class Found(NamedTuple):
         return "; ".join(f"checkpoint {bad.step}: {bad.reason}" for bad in self.damaged)
 
     def notes(self) -> list[str]:
-        """Returns one line for every checkpoint that is skipped or cannot be verified."""
-        lines = [
+        """Returns one line for every checkpoint that is skipped."""
+        return [
             f"skipping checkpoint {bad.step}: {bad.reason}; it is kept as {bad.aside}"
             for bad in self.damaged
         ]
-        if self.latest is not None and not self.has_checksums:
-            lines.append(
-                f"checkpoint {self.latest} carries no checksums: an older version wrote it, so "
-                "flipped bits in its arrays would go unnoticed"
-            )
-        return lines
 
 
 def steps(folder: Path) -> list[int]:
@@ -108,12 +92,11 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
-def find(folder: Path, older: Older | None = None, fetch: Fetch | None = None) -> Found:
+def find(folder: Path, fetch: Fetch | None = None) -> Found:
     """Verifies checkpoints, newest first, until one is whole; changes nothing.
 
     Args:
       folder: folder of the checkpoints; it need not exist.
-      older: accepts checkpoints without checksums; None for a folder that never had any.
       fetch: called with a step before its files are read.
     """
     damaged: list[Damaged] = []
@@ -121,12 +104,12 @@ def find(folder: Path, older: Older | None = None, fetch: Fetch | None = None) -
         if fetch is not None:
             fetch(step)
         try:
-            has_checksums = verify(folder / str(step), older)
+            verify(folder / str(step))
         except DamagedError as error:
             damaged.append(Damaged(step, str(error), _free_name(folder / f"{step}.damaged")))
         else:
-            return Found(step, has_checksums, tuple(damaged))
-    return Found(None, False, tuple(damaged))
+            return Found(step, tuple(damaged))
+    return Found(None, tuple(damaged))
 
 
 def _free_name(path: Path) -> str:
@@ -146,12 +129,8 @@ def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
         (folder / str(checkpoint.step)).rename(folder / checkpoint.aside)
 
 
-def verify(folder: Path, older: Older | None) -> bool:
-    """Reads every file of a checkpoint; returns whether it has checksums.
-
-    Args:
-      folder: folder of one step.
-      older: as for `find`.
+def verify(folder: Path) -> None:
+    """Reads every file of a checkpoint, the folder of one step.
 
     Raises:
       DamagedError: the checkpoint is not whole.
@@ -159,18 +138,11 @@ def verify(folder: Path, older: Older | None) -> bool:
     with reading("it"):
         if not folder.is_dir():
             raise DamagedError("it is not a folder")
-        names = {path.name for path in folder.iterdir()}
-        if not names:
+        if not any(folder.iterdir()):
             raise DamagedError("its folder is empty")
-        if CHECKSUMS_FILE in names:
-            verify_checksums(folder)
-            return True
-        run = read_json(folder / RUN / _JSON_FILE)
-        if older is None or CHECKSUMS in run:
+        if not os.path.lexists(folder / CHECKSUMS_FILE):
             raise DamagedError(f"{CHECKSUMS_FILE} is missing")
-        older(run)
-        _read_all(folder)
-    return False
+        verify_checksums(folder)
 
 
 @contextlib.contextmanager
@@ -187,20 +159,6 @@ def reading(what: str) -> Iterator[None]:
     except Exception as error:
         why = textwrap.shorten(str(error), _REASON_WIDTH, placeholder=" ...")
         raise DamagedError(f"{what} cannot be read ({type(error).__name__}: {why})") from error
-
-
-def _read_all(folder: Path) -> None:
-    """Reads a checkpoint without checksums, into the memory of this process alone."""
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=jax.process_index(), active_processes={jax.process_index()}
-    )
-    read_json(folder / DATA / _JSON_FILE)
-    state = folder / STATE
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    tree = handler.metadata(state).tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    handler.restore(state, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    handler.close()
 
 
 def write_checksums(folder: Path, step: int) -> None:

@@ -7,6 +7,7 @@ import jax
 import pytest
 import tiny_tasks
 
+from jaxpipe import Checkpoints
 from train import checkpoint
 from train.step import Setup
 
@@ -76,7 +77,7 @@ def trained(tmp_path_factory):
             folder = tmp_path_factory.mktemp("saved") / "checkpoints"
             setup = _setup(model, number)
             state, _ = setup.train_step(setup.init(), tiny_tasks.rows(setup), setup.rng(0))
-            with checkpoint.checkpoints_in(folder) as checkpoints:
+            with Checkpoints(folder) as checkpoints:
                 saved = setup.to_canonical(state)
                 checkpoint.save(checkpoints, 1, saved, data={}, run={})
             saved = jax.device_get(saved)
@@ -91,7 +92,7 @@ def test_another_layout_has_the_same_state_and_losses(trained, model, pair):
     here, there = pair
     _, folder, losses, expected = trained(model, here)
     other = trained(model, there)[0]
-    with checkpoint.checkpoints_in(folder, read_only=True) as checkpoints:
+    with Checkpoints(folder, read_only=True) as checkpoints:
         saved, _ = checkpoint.restore(checkpoints, 1, other.canonical_shapes)
     placed = other.from_canonical(saved)
     chex.assert_trees_all_equal(jax.device_get(other.to_canonical(placed)), expected)

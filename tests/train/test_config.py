@@ -215,24 +215,11 @@ OTHERS = {"model": {"num_heads": 2}, "bert": {}, "transformer": {"width": 8}}
         ({"pipeline": {"slices": True, "chunks": 2}}, {"pipeline": {"chunks": 2}}),
     ],
 )
-def test_files_of_older_versions(tmp_path, capsys, raw, expected):
+def test_files_of_older_versions(tmp_path, raw, expected):
     assert config.upgraded(raw) == expected
     found = command_line.parse(["--config", str(_write(tmp_path, yaml.safe_dump(raw)))])
     assert found.failures == ()
     assert found.config == config.Config(**expected)
-    assert ("pipeline.slices" in capsys.readouterr().err) == ("slices" in raw.get("pipeline", {}))
-
-
-def test_options_of_older_versions_are_refused_with_their_new_names():
-    options = ["--task", "resnet", "--resnet.num-classes", "3", "--resnet.depth=8"]
-    options += ["--pipeline.no-slices"]
-    with pytest.raises(errors.ConfigError) as error:
-        command_line.parse(options)
-    assert str(error.value).splitlines() == [
-        "--resnet.num-classes has another name now: --model.num-classes.",
-        "--resnet.depth=8 has another name now: --model.depth=8.",
-        "--pipeline.no-slices is no option any more: actions always run whole. Leave it out.",
-    ]
 
 
 def test_another_task_than_that_of_the_file(tmp_path):

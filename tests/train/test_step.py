@@ -14,7 +14,7 @@ import pytest
 from covering import some
 from tiny_tasks import assert_same_first_step, config, layer_by_layer, rows
 
-from jaxpipe import unpipelined
+from jaxpipe import Checkpoints, unpipelined
 from jaxpipe.measure import layer_bytes
 from models import gpt
 from train import checkpoint, optimizers
@@ -299,7 +299,7 @@ def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_pa
     old = {name: leaf for name, leaf in saved.items() if not name.startswith("flight.states")}
     assert 0 < len(old) < len(saved)
     old |= {name: leaf + 1 for name, leaf in saved.items() if name.startswith("states")}
-    with checkpoint.checkpoints_in(tmp_path) as checkpoints:
+    with Checkpoints(tmp_path) as checkpoints:
         checkpoint.save(checkpoints, 3, old, data={}, run={})
         checkpoints.wait()
         restored, _ = checkpoint.restore(checkpoints, 3, mode.saved_shapes)
