@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -85,7 +84,6 @@ def main(configurations: int = 300, seed: int = 0, most_stages: int = 16) -> Non
       seed: of the draw.
       most_stages: p is at most this.
     """
-    os.environ["JAXPIPE_NO_CACHE"] = "1"
     draw, rows = random.Random(seed), []
     path = harness.RESULTS / "auto_quality.jsonl"
     path.parent.mkdir(exist_ok=True)

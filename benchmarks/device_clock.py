@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -70,7 +69,6 @@ def known(name: str) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Prints the table by p and m, and every row that ends later than in slices."""
-    os.environ["JAXPIPE_NO_CACHE"] = "1"
     path = harness.RESULTS / "device_clock.jsonl"
     path.parent.mkdir(exist_ok=True)
     before, now = known("device_clock_before.jsonl"), known(path.name)

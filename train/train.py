@@ -152,12 +152,10 @@ def _keep_programs() -> None:
     # A restarted run finds its program compiled. Not on CPUs: `jaxpipe.make_mesh` says why.
     import jax
 
-    from jaxpipe.schedule import cache_folder
-
     config: Any = jax.config  # its stubs name no settings
-    wanted = not (os.environ.get("JAXPIPE_NO_CACHE") or config.jax_compilation_cache_dir)
-    if wanted and jax.default_backend() != "cpu":
-        config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+    if config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        config.update("jax_compilation_cache_dir", str(caches / "jaxpipe" / "programs"))
 
 
 def _quieten_checkpoints() -> None:

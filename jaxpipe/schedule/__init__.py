@@ -11,7 +11,7 @@ command line and the trainer. That is all that its author needs. Programs that t
 `catalog`                  every schedule by name: `catalog.build`
 `problems`                 what is wrong with an argument, as data
 `generators`               one file per family; `events` is the machine on which orders are made
-`search`                   orders that are searched for, and the disk cache of searches
+`search`                   orders that are searched for
 `check`                    proof that a schedule can run, or an error with the grid
 `simulate`, `partition`    the free-running clock; which layers make a chunk
 `lowering`                 the tick table that is executed, and its buffers
@@ -50,7 +50,6 @@ from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
-from jaxpipe.schedule.search.cache import cache_folder
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.trace import trace
@@ -68,7 +67,6 @@ __all__ = [
     "Timeline",
     "Timelines",
     "build",
-    "cache_folder",
     "chunk_costs",
     "chunk_shares",
     "device_clock",

@@ -36,7 +36,6 @@ from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
 from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.search.cache import cached
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import UNIT, Costs
 
@@ -144,11 +143,11 @@ BUILT_IN = (
     ),
     _on_v(
         "controllable-memory",
-        cached(controllable_memory),
+        controllable_memory,
         "Searched V block under a memory limit",
         _CONTROLLABLE_MEMORY,
     ),
-    Entry("auto", cached(auto), "Placement and order searched for devices", "jaxpipe", chunks=None),
+    Entry("auto", auto, "Placement and order searched for devices", "jaxpipe", chunks=None),
 )
 
 _entries = {entry.name: entry for entry in BUILT_IN}

@@ -23,25 +23,23 @@ GROUPED = GPTConfig(
     vocab_size=48, sequence_length=LENGTH, num_layers=4, width=16, num_heads=4, num_kv_heads=2
 )
 CONFIGS = {
-    "grouped": dataclasses.replace(GROUPED, qk_norm=True, rope_factor=2.0),
+    "grouped": dataclasses.replace(
+        GROUPED, qk_norm=True, rope_factor=2.0, attention_soft_cap=1.5
+    ),
     "learned": dataclasses.replace(GROUPED, positions="learned", bias=True),
     "windows": dataclasses.replace(
-        GROUPED, window=5, global_every=2, attention_sinks=True, attention_soft_cap=None
+        GROUPED, window=5, global_every=2, attention_sinks=True
     ),
-    "capped": dataclasses.replace(GROUPED, attention_soft_cap=1.5, window=7),
     "latent": dataclasses.replace(
-        GROUPED, num_kv_heads=None, kv_rank=6, rotary_size=4, value_size=5, head_size=4
+        GROUPED, num_kv_heads=None, kv_rank=6, rotary_size=4, value_size=5, head_size=4,
+        num_experts=4, experts_per_token=2,
     ),
-    "mixture": dataclasses.replace(GROUPED, num_experts=4, experts_per_token=2),
-}
+}  # fmt: skip
 CASES = [
     ("grouped", "1f1b", 4, True, {"tensor": 2, "zero": 3}),
-    ("grouped", "1f1b-fused", 2, False, {"context": 2, "remat": "dots"}),
-    ("learned", "1f1b-fused", 2, False, {"data": 2}),
-    ("windows", "zb-h1", 8, True, {"remat": "full"}),
-    ("capped", "interleaved", 4, True, {"zero": 2, "data": 2}),
-    ("latent", "interleaved-zb", 2, False, {}),
-    ("mixture", "1f1b", 4, False, {}),
+    ("learned", "1f1b-fused", 2, False, {"context": 2, "remat": "dots"}),
+    ("windows", "interleaved", 8, True, {"data": 2, "zero": 2, "remat": "full"}),
+    ("latent", "zb-h1", 2, False, {}),
 ]
 
 

@@ -96,7 +96,6 @@ class Case(NamedTuple):
     weights: str = "stacked"
 
 
-PLAIN_MIXTURE = dataclasses.replace(MIXTURE, num_layers=2, dropout=0.0)
 FEW = {
     "gpt": Case(dataclasses.replace(QWEN, num_layers=2), "1f1b-fused", CONTEXT[1]),
     # Layers and the head communicate among the same devices in one tick.
@@ -106,14 +105,13 @@ FEW = {
         *("1f1b-fused", {"stage": 2}),
     ),
     "mixture": Case(
-        dataclasses.replace(PLAIN_MIXTURE, capacity_factor=0.5), "1f1b-fused", EXPERT[0], 3
+        dataclasses.replace(MIXTURE, num_layers=2, dropout=0.0, capacity_factor=0.5),
+        *("1f1b-fused", EXPERT[0], 3),
     ),
-    "mixture-without-capacity": Case(
-        PLAIN_MIXTURE, "1f1b", {"stage": 2, "data": 2, "expert": 2}, 3, "dots"
-    ),
+    # Without a capacity.
     "deepseek": Case(
         dataclasses.replace(DEEPSEEK, num_layers=2, dropout=0.0),
-        *("zb-h1", {"stage": 2, "data": 2}, 3),
+        *("zb-h1", {"stage": 2, "data": 2, "expert": 2}, 3, "dots"),
     ),
     "resnet-8-batch-norm": Case(
         dataclasses.replace(RESNET, depth=8, norm="batch"), "1f1b-fused", {"stage": 2}

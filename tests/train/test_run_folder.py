@@ -115,19 +115,11 @@ def test_what_is_no_record_ends_no_resume(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    ("backend", "refused", "configured", "kept_in"),
-    [
-        ("gpu", False, None, "cache/jaxpipe/programs"),
-        ("gpu", False, "mine", "mine"),
-        ("gpu", True, None, None),
-        ("cpu", False, None, None),
-    ],
+    ("backend", "configured", "kept_in"),
+    [("gpu", None, "cache/jaxpipe/programs"), ("gpu", "mine", "mine"), ("cpu", None, None)],
 )
-def test_compiled_programs_are_kept_on_gpus(
-    tmp_path, monkeypatch, backend, refused, configured, kept_in
-):
+def test_compiled_programs_are_kept_on_gpus(tmp_path, monkeypatch, backend, configured, kept_in):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setenv("JAXPIPE_NO_CACHE", "1" * refused)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     option = "jax_compilation_cache_dir"
     before = jax.config.jax_compilation_cache_dir
