@@ -33,6 +33,7 @@ from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.formats.files import read_csv, write_csv
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
+from jaxpipe.schedule.search.auto import gain_of_memory
 from jaxpipe.schedule.search.bounds import gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
@@ -58,6 +59,9 @@ _NOT_ASYNCHRONOUS = {
     "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
 }
 """The only value of an option that `show` takes with an asynchronous method, and the reason."""
+
+_WORTH_SAYING = 0.01
+"""The least share of the time for which `auto` tells of a little more memory."""
 
 _Format = Literal["text", "svg", "html", "trace", "csv"]
 
@@ -145,7 +149,22 @@ def show(
         _write(write_csv(schedule), out)
         return
     check_table(schedule)
-    _write(_in_format(schedule, of_chunks, clock, written, printed=out is None), out)
+    text = _in_format(schedule, of_chunks, clock, written, printed=out is None)
+    if written == "text" and name == "auto":
+        assert priced is not None
+        text += _worth_of_memory(schedule, priced, memory_limit)
+    _write(text, out)
+
+
+def _worth_of_memory(
+    schedule: Schedule, layer_costs: Sequence[Costs], memory_limit: float | None
+) -> str:
+    """Says what half a microbatch more would be worth to `auto`, if that is 1% or more."""
+    better, gain = gain_of_memory(schedule, layer_costs=layer_costs, memory_limit=memory_limit)
+    if gain < _WORTH_SAYING:
+        return ""
+    more = (schedule.num_stages if memory_limit is None else memory_limit) + 0.5
+    return f"half a microbatch more, --memory-limit {more:g}: {gain:.1%} sooner ({better.name})\n"
 
 
 def validate(

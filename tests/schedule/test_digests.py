@@ -1,7 +1,6 @@
 """Schedules are the same on every supported Python and platform: digests pin a set of them.
 
 A change that means to alter schedules writes the digests anew, and its commit says why they differ.
-If the digests of controllable-memory are among them, the change also raises `_CACHE_VERSION`.
 
     python tests/schedule/test_digests.py
 """

@@ -237,7 +237,7 @@ def test_no_placement_of_more_virtual_stages_than_are_searched_is_tried():
     assert auto(2, 2, layer_costs=[UNIT] * 2000).num_chunks <= 128
 
 
-def test_costs_alone_leave_the_placement_open(capsys):
+def test_costs_alone_leave_the_placement_open_and_memory_that_would_pay_is_told(capsys):
     """The V alone once took 171.3, ZB-H2 of the same model 158.4."""
     shape, half = ["--stages", "4", "--microbatches", "10"], Costs(1.75, 2.7, 2.01, 0.5)
     whole = half.times(2)
@@ -247,7 +247,13 @@ def test_costs_alone_leave_the_placement_open(capsys):
         found = catalog.build("auto", stages=4, microbatches=10, costs=half, memory_limit=8)
         assert on_devices(found, [half] * 8).makespan <= best.makespan
         assert main(["show", "auto", *shape, *costs]) == 0
-    assert "above the optimum on this placement at this peak" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "above the optimum on this placement at this peak" in text
+        assert "half a microbatch more" not in text
+        small = ["--stages", "2", "--microbatches", "6", "--memory-limit", "1"]
+        assert main(["show", "auto", *small]) == 0
+    told = "half a microbatch more, --memory-limit 1.5: 20.4% sooner (interleaved)"
+    assert told in capsys.readouterr().out
 
 
 # The controllable-memory family.
