@@ -32,7 +32,6 @@ from matplotlib.figure import Figure
 
 from benchmarks import harness
 from jaxpipe.runtime.measure import traced
-from jaxpipe.runtime.measure.costs import layer_bytes
 from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.schedule.simulate import simulate
 from train import checks, configured, loop, run_folder
@@ -195,8 +194,10 @@ def modelled(setup: Setup) -> dict[str, float]:
     """
     config, batch = setup.config, setup.batch_shapes
     rng = jax.eval_shape(lambda: setup.rng(0))
-    parameters, _, residuals = layer_bytes(setup.pipe, batch, rng)
     layers, _ = traced.layers(setup.pipe, batch, rng)
+    splits, own = [layers.kinds[kind].split for kind in layers.kind_of], setup.pipe.layout.layers
+    parameters = [tree_bytes(own.local.shape_of(n)) for n in range(len(splits))]
+    residuals = [tree_bytes([split.until_b, split.until_w]) for split in splits]
     peaks = simulate(setup.schedule, configured.costs(config)).peak_in_flight
     weights = activations = first = 0
     for d, count in enumerate(setup.layer_counts):

@@ -3,14 +3,13 @@
 =================  =================================================================================
 `layer_costs`      F, B and W of every layer, counted or timed, for `jaxpipe.schedule.partition`
 `end_costs`        what embedding and head cost, for the same
-`layer_bytes`      what every layer keeps, for `jaxpipe.schedule.Memory`
 `predicted_bytes`  what a training step takes on each device
 `timeline`         when the stages of a step run what, measured
 =================  =================================================================================
 """
 
-from jaxpipe.runtime.measure.costs import end_costs, layer_bytes, layer_costs
+from jaxpipe.runtime.measure.costs import end_costs, layer_costs
 from jaxpipe.runtime.measure.memory import predicted_bytes
 from jaxpipe.runtime.measure.timeline import timeline
 
-__all__ = ["end_costs", "layer_bytes", "layer_costs", "predicted_bytes", "timeline"]
+__all__ = ["end_costs", "layer_costs", "predicted_bytes", "timeline"]

@@ -139,8 +139,6 @@ class PipelineConfig(Section):
     partition: str = "flops"
     """Rule that splits layers into chunks: "equal", by their "flops", as "measured" on a device, or
     counts such as "3,2,2,3"."""
-    stage_memory: Annotated[float | None, Range(0, above=True)] = None
-    """Gigabytes of parameters, optimizer state and activations per stage at most; None for any."""
     vocabulary: Literal["auto", "split", "ends"] = "auto"
     """Stages that compute embedding and head: "split", all stages together, each with a part of the
     tables; "ends", only the stages of the first and the last layer, whose time the partition then
@@ -416,7 +414,7 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
 
     Every family except the GPT used to have a section with its own name, and a file held those of
     all families. Now the section of the task is ``model``. The others never had an effect. There
-    used to be ``pipeline.slices`` as well, which changed how long a step took.
+    used to be ``pipeline.slices`` and ``pipeline.stage_memory`` as well, which no loss depended on.
 
     Example:
       >>> upgraded({"task": "resnet", "model": {"width": 8}, "resnet": {"depth": 20}, "bert": {}})
@@ -424,7 +422,8 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in raw.items() if name not in tasks.names()}
     if isinstance(pipeline := kept.get("pipeline"), dict):
-        kept["pipeline"] = {name: value for name, value in pipeline.items() if name != "slices"}
+        former = "slices", "stage_memory"
+        kept["pipeline"] = {name: value for name, value in pipeline.items() if name not in former}
     task = raw.get("task", "gpt")
     own = raw.get(task) if task in tasks.names() else None
     return kept if own is None else kept | {"model": own}

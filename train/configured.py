@@ -304,9 +304,6 @@ def _settings(config: Config) -> dict[str, Any]:
     """Returns the fields that decide the choice, by path."""
     name, sections = config.pipeline.schedule, {"pipeline", "costs"}
     paths = {"task", "mesh.stage"}
-    if config.pipeline.stage_memory is not None:  # these decide how much memory is needed
-        sections |= {"mesh", "asynchronous"}
-        paths.add("train.batch_size")
     settings = {
         path: value
         for path, value in recorded(config).items()

@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxpipe import axes_across_hosts
 from jaxpipe.asynchronous import steady_text
 from jaxpipe.measure import predicted_bytes
-from jaxpipe.schedule import chunk_shares, draw, simulate
+from jaxpipe.schedule import draw, simulate
 from train import configured
 from train.config import Config
 from train.metrics import announced, say
@@ -169,11 +169,13 @@ def show_parameters(console: Console, setup: Setup) -> None:
     )
     columns = ("stage", "chunk", "layers", "parameters", "share of cost")
     table = Table(*columns, title="partition, in the order of the model")
-    for row in chunk_shares(setup.layer_costs, setup.layer_counts, setup.schedule.placement):
-        last = row.first_layer + row.num_layers - 1
-        own = sum(counts[row.first_layer : last + 1])
-        layers = str(last) if row.num_layers == 1 else f"{row.first_layer} to {last}"
-        table.add_row(str(row.stage), str(row.chunk), layers, f"{own:,}", f"{row.share:.1%}")
+    placement, end = setup.schedule.placement, 0
+    for s, number in enumerate(setup.layer_counts):
+        first, end = end, end + number
+        share = sum(setup.layer_costs[first:end]) / sum(setup.layer_costs)
+        layers = str(first) if number == 1 else f"{first} to {end - 1}"
+        place = str(placement.stages[s]), str(placement.chunks[s])
+        table.add_row(*place, layers, f"{sum(counts[first:end]):,}", f"{share:.1%}")
     console.print(table)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ _FIELDS = {
     "schedule": "pipeline.schedule",
     "num_stages": "mesh.stage",
     "num_slices": "pipeline.sequence_slices",
-    "memory.limit_bytes": "pipeline.stage_memory",
     "recompute_segment": "asynchronous.recompute_segment",
 }
 """Paths of the fields that set a schedule's arguments; others have their name in ``pipeline``."""
@@ -62,15 +60,6 @@ def of_model(error: ValueError) -> Iterator[Failure]:
     for problem in _problems(error):
         failure = _failure(problem, "model.{}".format, "model")
         yield Failure(failure.message, failure.fields[:1])
-
-
-def of_partition(error: ArgumentError, stage_memory: float | None) -> Iterator[Failure]:
-    """Yields what a partition refuses; memory is in gigabytes, as the field has it."""
-    for problem in error.problems:
-        if isinstance(problem, Problem) and problem.argument == "memory.limit_bytes":
-            near = [math.ceil(float(least) / 1e6) / 1e3 for least in problem.nearest]
-            problem = dataclasses.replace(problem, value=stage_memory, nearest=near)
-        yield _failure(problem, _field, "pipeline.partition")
 
 
 def of_fp8(error: ArgumentError) -> Iterator[Failure]:

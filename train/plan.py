@@ -102,7 +102,6 @@ class Planned:
         axes = ("stage", "data", "replica", "expert", "context", "tensor")
         mesh = {name: getattr(plan, name) for name in axes}
         pipeline = _chosen(plan) | {
-            "stage_memory": None,
             "zero": plan.zero,
             "weights": plan.weights,
             "weight_slots": plan.weight_slots,

@@ -14,21 +14,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Pipeline, make_mesh, on_host
-from jaxpipe.measure import end_costs, layer_bytes, layer_costs
+from jaxpipe.measure import end_costs, layer_costs
 from jaxpipe.schedule import (
     Costs,
-    Memory,
     Schedule,
     Timeline,
     chunk_costs,
     device_clock,
     partition,
-    simulate,
 )
 from train import configured, distributed, errors, tasks
 from train.config import Config
 from train.configured import Choice
-from train.optimizers import learning_rate, make_optimizer, num_moments
+from train.optimizers import learning_rate, make_optimizer
 from train.task import Task
 
 PyTree = Any
@@ -139,13 +137,12 @@ class Setup:
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
         """Returns the order, the cost of every layer, and the number of layers of every chunk."""
-        settings = self.config.pipeline
-        order = configured.order(self.config)
-        rule, alike = settings.partition, not isinstance(self.shapes["layers"], tuple)
+        order, rule = configured.order(self.config), self.config.pipeline.partition
+        alike = not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
         counts = configured.own_counts(self.config) or partition(even, order.placement)
-        limit, ends = settings.stage_memory, self._ends_compute
-        if limit is None and alike and not ends:
+        ends = self._ends_compute
+        if alike and not ends:
             return order, even, counts
         # Any partition serves to inspect the layers.
         probe = self._pipeline(order, counts)
@@ -157,14 +154,10 @@ class Setup:
             costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
         if configured.own_counts(self.config) is not None:
             return order, costs, counts
-        memory = None if limit is None else self._memory(probe, batch, rng, limit)
         weights = even if rule == "equal" else costs
-        if configured.chooses_placement(self.config) and limit is None:
+        if configured.chooses_placement(self.config):
             order = configured.searched(self.config, weights)
-        try:
-            return order, costs, partition(weights, order.placement, memory=memory)
-        except errors.ArgumentError as error:
-            raise errors.ConfigError(list(errors.of_partition(error, limit))) from error
+        return order, costs, partition(weights, order.placement)
 
     @property
     def _platform(self) -> str:
@@ -186,27 +179,6 @@ class Setup:
         if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages
             return False
         return self.task.model(train=True).stage_split is None
-
-    def _memory(self, probe: Pipeline, batch: PyTree, rng, limit: float) -> Memory:
-        """Counts what layers keep: weights, gradients, the optimizer's state, and residuals."""
-        layer_sizes = layer_bytes(probe, batch, rng)
-        levels, peak, slots = [3, 2, *[1] * num_moments(self.make_optimizer(), self.shapes)], 0, 0.0
-        if self.config.pipeline.update == "chunk":
-            # Whole gradients of the chunks in work take the place of all gradients.
-            levels.remove(2)
-            chunks = probe.schedule.num_chunks
-            slots = min(probe.options.weight_slots, chunks) / chunks
-        if configured.is_asynchronous(self.config):
-            steady = configured.steady_state(self.config)
-            corrects = configured.techniques(self.config)[1] is not None
-            levels += [3] * (steady.num_versions - 1 + corrects)
-            peak = steady.residual_slots
-        sharded = sum(probe.options.zero >= z for z in levels)
-        whole = len(levels) - sharded + slots
-        pairs = zip(layer_sizes.parameters, layer_sizes.sharded, strict=True)
-        parameters = [whole * n + sharded * part for n, part in pairs]
-        peak = max(peak, *simulate(probe.schedule, configured.costs(self.config)).peak_in_flight)
-        return Memory(parameters, layer_sizes.residuals, peak, limit * 1e9)
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
         if self.config.pipeline.fp8 is None:

@@ -48,7 +48,7 @@ from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
 from jaxpipe.schedule.formats.files import from_json, read_csv, to_json, write_csv
 from jaxpipe.schedule.formats.user import is_users
 from jaxpipe.schedule.lowering.lower import lower
-from jaxpipe.schedule.partition import Memory, chunk_costs, chunk_shares, partition
+from jaxpipe.schedule.partition import chunk_costs, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
@@ -59,7 +59,6 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
-    "Memory",
     "Placement",
     "Schedule",
     "ScheduleError",
@@ -68,7 +67,6 @@ __all__ = [
     "Timelines",
     "build",
     "chunk_costs",
-    "chunk_shares",
     "device_clock",
     "draw",
     "from_json",

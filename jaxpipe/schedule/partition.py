@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,30 +22,7 @@ _NEVER = 2**61
 """The cost of a forbidden chunk: above any sum of squares, and twice it still fits an int64."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The memory that layers take on a stage, and the stage's limit.
-
-    One program runs on every stage, so each chunk and each slot takes the room of the largest: a
-    chunk fits if ``num_chunks`` times its parameters plus ``in_flight`` times its residuals do.
-
-    Args:
-      parameter_bytes: bytes of each layer's parameters, gradients and optimizer state, as
-        sharded over data.
-      residual_bytes: bytes of the residuals that F of each layer keeps for one microbatch.
-      in_flight: the schedule's peak, in chunk activations (`Timeline.peak_in_flight`).
-      limit_bytes: memory that one stage may take.
-    """
-
-    parameter_bytes: Sequence[float]
-    residual_bytes: Sequence[float]
-    in_flight: int
-    limit_bytes: float
-
-
-def partition(
-    layer_costs: Sequence[float], placement: Placement, *, memory: Memory | None = None
-) -> tuple[int, ...]:
+def partition(layer_costs: Sequence[float], placement: Placement) -> tuple[int, ...]:
     """Splits layers, in model order, over virtual stages so that none is slower than it must be.
 
     The largest chunk costs as little as possible; within that limit the sum of squared costs is
@@ -60,15 +36,13 @@ def partition(
       layer_costs: F + B + W of every layer, in any one unit, above 0. ``[1] * num_layers`` for
         layers that are all alike.
       placement: placement of the chunks.
-      memory: no chunk takes more; None for no limit.
 
     Returns:
       Layers of every virtual stage, at least 1 each. Deterministic; differences below a billionth
       of the whole cost count as none.
 
     Raises:
-      ValueError: fewer layers than virtual stages, a cost is not above 0, or no partition fits the
-        memory.
+      ValueError: fewer layers than virtual stages, or a cost is not above 0.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear
@@ -77,54 +51,19 @@ def partition(
       >>> partition([4, 1, 1, 1, 1, 2, 2], linear(3))
       (1, 4, 2)
     """
-    _check(layer_costs, placement, memory)
+    _check(layer_costs, placement)
     num_layers, num_parts = len(layer_costs), placement.num_virtual_stages
-    if memory is None and len(set(layer_costs)) == 1:
+    if len(set(layer_costs)) == 1:
         # The code below would give the same, but takes seconds for a thousand layers.
         share, extra = divmod(num_layers, num_parts)
         return tuple(share + (s < extra) for s in range(num_parts))
     loads = _spans(_integers(layer_costs))
     fits = np.triu(np.ones(loads.shape, bool), 1)
-    if memory is not None:
-        fits &= _spans(_room(memory, placement.num_chunks)) <= memory.limit_bytes
     largest, _ = _best_ends(np.where(fits, loads, _NEVER), num_parts, np.maximum)
-    if largest == _NEVER:
-        assert memory is not None, "any partition will do without a limit"
-        refuse([_too_small(memory, placement)])
     fits &= loads <= largest
     _, ends = _best_ends(np.where(fits, loads**2, _NEVER), num_parts, np.add)
     _relieve(ends, loads, fits, placement)
     return tuple(np.diff(ends, prepend=0).tolist())
-
-
-class ChunkShare(NamedTuple):
-    """The part of the model that one chunk holds, ``share`` of its cost, 0 to 1."""
-
-    virtual_stage: int
-    stage: int
-    chunk: int
-    first_layer: int
-    num_layers: int
-    share: float
-
-
-def chunk_shares(
-    layer_costs: Sequence[float], layer_counts: Sequence[int], placement: Placement
-) -> list[ChunkShare]:
-    """Lists the part that every chunk of a partition holds, in model order.
-
-    Example:
-      >>> from jaxpipe.schedule.placement import linear
-      >>> rows = chunk_shares([2, 1, 1], [1, 2], linear(2))
-      >>> [(row.first_layer, row.num_layers, row.share) for row in rows]
-      [(0, 1, 0.5), (1, 2, 0.5)]
-    """
-    total, first, rows = math.fsum(layer_costs), 0, []
-    for s, count in enumerate(layer_counts):
-        share = math.fsum(layer_costs[first : first + count]) / total
-        rows.append(ChunkShare(s, placement.stages[s], placement.chunks[s], first, count, share))
-        first += count
-    return rows
 
 
 def chunk_costs(
@@ -176,7 +115,7 @@ def cut_layers(
     return counts, tuple(chunks)
 
 
-def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | None) -> None:
+def _check(layer_costs: Sequence[float], placement: Placement) -> None:
     problems = []
     num_layers, needed = len(layer_costs), placement.num_virtual_stages
     if num_layers < needed:
@@ -187,26 +126,7 @@ def _check(layer_costs: Sequence[float], placement: Placement, memory: Memory | 
         for layer, cost in enumerate(layer_costs)
         if not 0 < cost < math.inf
     ]
-    for name in ("parameter_bytes", "residual_bytes"):
-        sizes = getattr(memory, name, None)
-        if sizes is not None and (
-            len(sizes) != num_layers or not all(0 <= size < math.inf for size in sizes)
-        ):
-            rule = f"must be {num_layers} numbers from 0, one for every layer"
-            problems.append(Problem(f"memory.{name}", tuple(sizes), rule))
     refuse(problems)
-
-
-def _too_small(memory: Memory, placement: Placement) -> Problem:
-    """Says how much memory any partition needs at least."""
-    room = _spans(_room(memory, placement.num_chunks))
-    room = np.where(np.triu(np.ones(room.shape, bool), 1), room, math.inf)
-    least, _ = _best_ends(room, placement.num_virtual_stages, np.maximum)
-    rule = (
-        f"holds no partition of {len(memory.parameter_bytes)} layers over "
-        f"{placement.num_virtual_stages} virtual stages"
-    )
-    return Problem("memory.limit_bytes", memory.limit_bytes, rule, (math.ceil(least),))
 
 
 def _integers(layer_costs: Sequence[float]) -> np.ndarray:
@@ -215,14 +135,6 @@ def _integers(layer_costs: Sequence[float]) -> np.ndarray:
     # A power of two keeps whole numbers whole, so equal sums stay equal.
     scaled = [math.ldexp(cost, _BITS - largest_exponent) for cost in layer_costs]
     return np.rint(scaled).astype(np.int64)
-
-
-def _room(memory: Memory, num_chunks: int) -> np.ndarray:
-    """The memory each layer takes on a stage, float64 ``[layers]``."""
-    parameters = num_chunks * np.asarray(memory.parameter_bytes, float)
-    residuals = memory.in_flight * np.asarray(memory.residual_bytes, float)
-    room: np.ndarray = parameters + residuals
-    return room
 
 
 def _spans(values: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ from covering import some
 
 import jaxpipe
 from jaxpipe import testing
-from jaxpipe.measure import layer_bytes
 from jaxpipe.runtime.measure import traced
 
 ROWS, LENGTH, WIDTH, LAYERS, TOKENS = 8, 16, 6, 8, 11
@@ -191,10 +190,6 @@ def test_no_slice_keeps_a_copy_of_what_slices_append_to():
         split = traced.layers(pipe, _batch())[0].kinds[0].split
         kept = [*split.until_b, *split.until_w, *split.crossing]
         assert (ROWS // 2, LENGTH, WIDTH) not in {leaf.shape for leaf in kept}
-        # A slice's share of keys, values and documents, and of their cotangents.
-        share = 2 * 4 * (ROWS // 2) * LENGTH * (2 * WIDTH + 1) // 4
-        residuals = sum(4 * leaf.size for leaf in (*split.until_b, *split.until_w))
-        assert layer_bytes(pipe, _batch()).residuals == [residuals + share] * LAYERS
 
 
 def _hands_on_all(w, x, batch, rng, carry=None, start=0):

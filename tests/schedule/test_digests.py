@@ -24,7 +24,7 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Schedule
 from jaxpipe.schedule.lowering.lower import forward_only, lower
-from jaxpipe.schedule.partition import Memory, partition
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
@@ -62,11 +62,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         case = f"p={p} m={m} memory_limit={limit} {costs}"
         yield f"controllable-memory {case}", partial(built, make)
     costs = [0.1 * (1 + layer % 7) for layer in range(24)]
-    memory = Memory([0.3] * 24, costs, in_flight=3, limit_bytes=20.1)
     for placement in (linear(5), looped(3, num_chunks=2), wave(4)):
         yield f"partition over {placement.stages}", partial(partition, costs, placement)
-        within = partial(partition, [0.7] * 24, placement, memory=memory)
-        yield f"partition within memory over {placement.stages}", within
 
 
 def built(make: Callable[[], Schedule], *, layers: int = 4) -> Any:

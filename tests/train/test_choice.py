@@ -90,20 +90,12 @@ def test_only_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded
     for section, fields in (
         *(("mesh", {"stage": 4}), ("model", {"num_layers": 8}), ("pipeline", {"microbatches": 8})),
         *(("pipeline", {"schedule": "1f1b"}), ("pipeline", {"chunks": 2})),
-        *(("pipeline", {"memory_limit": 1.0}), ("pipeline", {"stage_memory": 1.0})),
-        *(("pipeline", {"partition": "flops"}), ("pipeline", {"remat": "full"})),
+        *(("pipeline", {"memory_limit": 1.0}), ("pipeline", {"partition": "flops"})),
+        ("pipeline", {"remat": "full"}),
         *(("costs", {"b": 2.0}), ("costs", {"message": 0.5})),
     ):
         assert configured.read_choice(path, _config(**{section: fields})) is None, fields
     assert configured.read_choice(path, _config("bert")) is None
-
-
-def test_with_a_memory_limit_what_takes_memory_decides(path):
-    limit = {"pipeline": {"stage_memory": 1.0}}
-    configured.write_choice(path, _config(**limit), _choice(_config(**limit)))
-    assert configured.read_choice(path, _config(**limit)) is not None
-    for other in ({"mesh": {"data": 2}}, {"train": {"batch_size": 16}}):
-        assert configured.read_choice(path, _config(**limit, **other)) is None
 
 
 def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import chex
@@ -15,7 +14,6 @@ from covering import some
 from tiny_tasks import assert_same_first_step, config, layer_by_layer, rows
 
 from jaxpipe import Checkpoints, unpipelined
-from jaxpipe.measure import layer_bytes
 from models import gpt
 from train import checkpoint, optimizers
 from train.errors import ConfigError
@@ -119,23 +117,6 @@ def test_embedding_and_head_are_computed_where_that_takes_less_time():
         mesh, train = {"stage": 4}, {"batch_size": 16}
         setup = Setup(config("gpt", model=model, mesh=mesh, pipeline=pipeline, train=train))
         assert setup.pipe.table.together == is_split
-
-
-def test_too_little_memory_is_refused_in_gigabytes():
-    message = r"^pipeline.stage_memory=1e-06 holds no partition of 3 .*Nearest valid: 0\.\d+\.$"
-    with pytest.raises(ConfigError, match=message):
-        Setup(config("gpt", pipeline={"stage_memory": 1e-6}))
-
-
-@pytest.mark.parametrize("expert_every", [1, 2])
-def test_layers_take_what_a_device_holds_of_them_of_split_experts_too(expert_every):
-    """Experts that are split over all data shards are not split over these again."""
-    model = {"num_layers": 4, "num_experts": 4, "expert_every": expert_every}
-    setup = Setup(config("gpt", model=model, mesh={"data": 4, "expert": 4}, pipeline={"zero": 3}))
-    kept = layer_bytes(setup.pipe, setup.batch_shapes).sharded
-    held = setup.pipe.placed_params["layers"]
-    sizes = [math.prod(w.sharding.shard_shape(w.shape)) for w in jax.tree.leaves(held)]
-    assert sum(kept) == 2 * 4 * sum(sizes)  # stages, bytes of a number
 
 
 def test_a_step_reports_what_experts_with_a_capacity_drop():

@@ -149,10 +149,6 @@ class LayerLayout(Piece, abc.ABC):
         """Shapes of one layer's parameters."""
         return jax.tree.map(Leaf.struct, self.canonical_of(layer))
 
-    def shard_shape_of(self, layer: int) -> Shapes:
-        """Shapes of a data shard's part of one layer's parameters."""
-        return jax.tree.map(lambda leaf: leaf.struct(sharded=True), self.canonical_of(layer))
-
     def pack(self, params: LayerParams, example: int) -> Stored:
         """Brings a layer's parameters into the form in which they are stored."""
         return params

@@ -99,12 +99,6 @@ class Packed(LayerLayout):
     def canonical_of(self, layer: int) -> Leaves:
         return self.canonical[layer]
 
-    def shard_shape_of(self, layer: int) -> Shapes:
-        return {
-            g: jax.ShapeDtypeStruct((1, n), self._groups[g].dtype)
-            for g, n in self._layer_columns[layer].items()
-        }
-
     def slot_shapes(self, count: int) -> Shapes:
         slots = self._leaves({g: count * n for g, n in self._widest_chunk.items()})
         return {g: leaf.local.struct() for g, leaf in slots.items()}

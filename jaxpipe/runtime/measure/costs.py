@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from jaxpipe.runtime.layers import jaxprs, losses
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.measure import traced
-from jaxpipe.runtime.measure.memory import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Activation, Batch, Key, Shapes, Tree
@@ -92,40 +90,6 @@ def end_costs(
 
     cost = functools.partial(_cost, pipe, measure=measure)
     return cost(embed, outer, x, rows, key), cost(head, outer, y, rows, key)
-
-
-class LayerBytes(NamedTuple):
-    """Bytes of every layer on a device.
-
-    Args:
-      parameters: parameters of the layer; the device's part where model axes or an axis of experts
-        split them.
-      sharded: a data shard's part of these, where data shards split them.
-      residuals: residuals that F keeps of one microbatch; of a slice, where sequences are cut, with
-        its share of what slices hand on and of its cotangent.
-    """
-
-    parameters: list[int]
-    sharded: list[int]
-    residuals: list[int]
-
-
-def layer_bytes(pipe: Pipeline, batch: Batch, rng: Key = None) -> LayerBytes:
-    """Counts the bytes of every layer on a device; arguments as for `layer_costs`."""
-    layers, _ = traced.layers(pipe, batch, rng)
-    kinds = [layers.kinds[number] for number in layers.kind_of]
-    own, numbers = pipe.layout.layers.local, range(len(kinds))
-
-    def kept(kind: LayerKind) -> int:
-        residuals = tree_bytes([kind.split.until_b, kind.split.until_w])
-        carry = 0 if kind.carry is None else tree_bytes(kind.carry.shapes)
-        return residuals + 2 * carry // pipe.schedule.num_slices
-
-    return LayerBytes(
-        [tree_bytes(own.shape_of(n)) for n in numbers],
-        [tree_bytes(own.shard_shape_of(n)) for n in numbers],
-        [kept(kind) for kind in kinds],
-    )
 
 
 def _parts(
