@@ -66,12 +66,25 @@ def interleaved_in_pytorch(p: int, m: int, v: int) -> Schedule | None:
 @grids
 def test_interleaved_schedules_are_as_good_as_pytorchs(grid):
     for (p, m), v in itertools.product(grid, (1, 2, 4)):
-        shape, rounds = {"stages": p, "microbatches": m, "chunks": v}, max(1, m // p)
         if (other := interleaved_in_pytorch(p, m, v)) is not None:
-            assert_at_least_equal(catalog.build("interleaved-zb", **shape), other)
-        if m % rounds == 0 and m >= p:
-            pytorch = catalog.build("interleaved-fused", **shape, group=m // rounds)
-            assert makespan(catalog.build("interleaved-fused", **shape)) <= makespan(pytorch)
+            ours = catalog.build("interleaved-zb", stages=p, microbatches=m, chunks=v)
+            assert_at_least_equal(ours, other)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [((2, 7), (3, 2), (3, 17), (5, 14)), pytest.param(GRID, marks=pytest.mark.slow)],
+    ids=["sample", "grid"],
+)
+def test_no_group_of_fused_interleaving_ends_before_the_usual_one(grid):
+    for (p, m), v in itertools.product(grid, (2, 3)):
+        shape = {"stages": p, "microbatches": m, "chunks": v}
+        usual = catalog.build("interleaved-fused", **shape)
+        for group in range(p, max(p, m) + 1):
+            other = catalog.build("interleaved-fused", **shape, group=group)
+            assert makespan(usual) <= makespan(other)
+            if makespan(usual) == makespan(other):
+                assert max(peak_in_flight(usual)) <= max(peak_in_flight(other))
 
 
 @grids

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from jaxpipe.schedule.actions import Action, Kind, Schedule, nth_backward
 from jaxpipe.schedule.placement import Placement, linear, looped
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.simulate import UNIT, makespan
 
 
 def one_f_one_b(
@@ -111,9 +110,9 @@ def interleaved(
       num_microbatches: m, at least 1. If it is not a multiple of the group, the schedule is that of
         the next multiple without the surplus microbatches.
       group: microbatches that go through a chunk before the next chunk's turn, at least p/2. By
-        default p; with fused backwards a larger one, up to 2p-1, if p does not divide m and that
-        one ends sooner, as there is no W to fill the gaps that a short last group leaves. With
-        slices it counts these, and is the next multiple of k.
+        default p; with fused backwards the smallest from p on that leaves no last group of fewer
+        than p, as there is no W to fill its gaps. With slices it counts these, and is the next
+        multiple of k.
 
     Raises:
       ValueError: the group is smaller than half of the number of stages.
@@ -124,7 +123,7 @@ def interleaved(
     """
     num_passes = num_microbatches * num_slices
     if group is None:
-        group = _fused_group(num_stages, num_passes, num_chunks) if fused else num_stages
+        group = _fused_group(num_stages, num_passes, num_slices) if fused else num_stages
     if 2 * group < num_stages:
         rule, others = "it must be at least half of $num_stages", {"num_stages": num_stages}
         nearest = (-(-num_stages // 2),)
@@ -144,22 +143,12 @@ def interleaved(
     )
 
 
-def _fused_group(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """Chooses the group that ends first at F=B=W: p, or one that divides m evenly over as many
-    turns or one fewer."""
-
-    def ends(group: int) -> float:
-        return makespan(
-            interleaved(
-                num_stages, num_microbatches, num_chunks=num_chunks, group=group, fused=True
-            ),
-            UNIT,
-        )
-
-    turns = num_microbatches // num_stages
-    equal = (-(-num_microbatches // n) for n in (turns, turns - 1) if n > 0)
-    groups = [g for g in equal if num_stages < g < 2 * num_stages]
-    return min([num_stages, *groups], key=ends) if num_microbatches % num_stages else num_stages
+def _fused_group(num_stages: int, num_passes: int, num_slices: int) -> int:
+    """Chooses the smallest group that ends first at F=B=W: no last group has fewer than p."""
+    least = num_stages + -num_stages % num_slices
+    groups = range(least, num_passes, num_slices)
+    whole = (g for g in groups if num_passes % g == 0 or num_passes % g >= num_stages)
+    return next(whole, max(least, num_passes))
 
 
 def interleaved_zb(
