@@ -179,7 +179,7 @@ def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
     """
     keys = jax.random.split(rng, config.num_layers + 1)
     layers = tuple(
-        stateful(kind.module(config, nnx.Rngs(key)))[1]
+        nnx.to_pure_dict(nnx.state(kind.module(config, nnx.Rngs(key)), nnx.Param))
         for kind, key in zip(kinds(config), keys[1:], strict=True)
     )
     head = Linear(
@@ -194,7 +194,7 @@ def init_state(config: ResNetConfig) -> tuple[PyTree, ...]:
     Returns:
       One tree per layer, float32; ``{}`` for every layer with ``norm="group"``.
     """
-    shapes = tuple(stateful(_abstract(config, kind))[2] for kind in kinds(config))
+    shapes = tuple(_state_shapes(config, kind) for kind in kinds(config))
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.full(leaf.shape, 1.0 if path[-1].key == "var" else 0.0), shapes
     )
@@ -310,6 +310,11 @@ def _layer(config: ResNetConfig, kind: Kind, *, train: bool) -> Callable[..., An
 
 def _abstract(config, kind):
     return nnx.eval_shape(lambda: kind.module(config, nnx.Rngs(0)))
+
+
+@functools.cache
+def _state_shapes(config, kind):
+    return nnx.to_pure_dict(nnx.state(_abstract(config, kind), nnx.BatchStat))
 
 
 def _head(outer, x_BHWC):

@@ -37,14 +37,12 @@ def drawn(params):
 
 def test_greedy_tokens_are_the_likeliest_after_each_prefix(params, drawn):
     """Also past the window's end, where the model sees the last tokens only."""
-    prompt = jnp.array([[1, 2, 3], [4, 5, 6]])
+    prompt, length = jnp.array([[1, 2, 3], [4, 5, 6]]), CONFIG.sequence_length
     found = drawn(prompt, num_tokens=7, temperature=0)
     text = np.concatenate([prompt, found], axis=1)
-    for end in range(3, 10):
-        seen = text[:, max(0, end - CONFIG.sequence_length) : end]
-        np.testing.assert_array_equal(
-            text[:, end], logits(CONFIG, params, seen)[:, -1].argmax(axis=-1)
-        )
+    likeliest = [logits(CONFIG, params, text[:, n : n + length]).argmax(-1) for n in range(4)]
+    np.testing.assert_array_equal(text[:, 3:6], likeliest[0][:, 2:-1])
+    np.testing.assert_array_equal(text[:, 6:], np.stack([row[:, -1] for row in likeliest], 1))
     np.testing.assert_array_equal(found, drawn(prompt, num_tokens=7, top_k=1))
 
 

@@ -42,11 +42,15 @@ def batch():
 
 def test_a_layer_returns_what_it_does_not_touch(params, batch):
     model = transformer.model(TINY)
-    x = model.embed(params, batch, None)
-    encoded = model.layer[0](params["layers"][0], x, batch, None)
-    decoded = model.layer[2](params["layers"][2], encoded, batch, None)
-    assert encoded["target"] is x["target"]
-    assert decoded["source"] is encoded["source"]
+
+    def run(params, batch):
+        x = model.embed(params, batch, None)
+        encoded = model.layer[0](params["layers"][0], x, batch, None)
+        decoded = model.layer[2](params["layers"][2], encoded, batch, None)
+        assert encoded["target"] is x["target"]
+        assert decoded["source"] is encoded["source"]
+
+    jax.eval_shape(run, params, batch)
 
 
 def test_a_target_sees_no_later_token_but_all_of_its_source(params, batch):
