@@ -107,6 +107,7 @@ def check(
         _update,
         _partition,
         _batch,
+        _documents,
         _data,
         lambda config: tasks.make(config).unread_options(),
         _warmup,
@@ -341,6 +342,17 @@ def _divisors(whole: int, value: int) -> str:
 def _multiples(value: int, unit: int) -> str:
     below = value // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
+
+
+def _documents(config: Config) -> Iterator[Failure]:
+    tokens = config.data.document_tokens
+    if tokens is not None and config.data.documents == "joined":
+        yield Failure(
+            f"data.document_tokens={tokens} has no effect on data.documents=joined, where tokens "
+            "see the documents before theirs. Nearest valid: data.document_tokens=None, or "
+            "data.documents=packed.",
+            ("data.document_tokens", "data.documents"),
+        )
 
 
 def _data(config: Config) -> Iterator[Failure]:

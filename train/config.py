@@ -73,6 +73,9 @@ class DataConfig(Section):
     """Whether a GPT's tokens see the documents before theirs in a row ("joined"), or only their own
     ("apart"), and whether rows hold whole documents, as far as they are no longer than a row, with
     about equally much attention in each ("packed")."""
+    document_tokens: Count | None = None
+    """Tokens of the document that a token is in, on average, where documents are apart or packed:
+    what plans count as attention. As many as a row has without it."""
 
 
 class MeshConfig(Section):

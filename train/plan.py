@@ -94,6 +94,7 @@ class Planned:
             row_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in row),
             variants=variants,
             may_offload=not self.config.optimizer.max_skipped,
+            document_share=self._document_share,
         )
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
@@ -181,6 +182,12 @@ class Planned:
         """Bytes of a weight when layers read it: they cast to the model's dtype."""
         return 4 if self.task.dtype is None else jnp.dtype(self.task.dtype).itemsize
 
+    @property
+    def _document_share(self) -> float:
+        """Mean length of the document of a token, as a share of a row."""
+        length = self.config.data.document_tokens or self.task.units_per_row
+        return min(length / self.task.units_per_row, 1.0)
+
     def _sharing(self, context: int, tensor: int, expert: int) -> Config:
         """Makes the configuration on the devices of one layer."""
         shape = {"stage": 1, "data": expert, "replica": 1, "expert": expert}
@@ -204,7 +211,11 @@ class Planned:
             task = tasks.make(config)
             pipe = self._pipeline(task, config, case.remat, stage=1, data=case.expert, **axes)
             batch = functools.partial(_batch, task.row_shapes())
-            return sizes(pipe, batch, key, compute_bytes=self._compute_bytes)
+            return sizes(
+                *(pipe, batch, key),
+                compute_bytes=self._compute_bytes,
+                document_share=self._document_share,
+            )
 
     def _pipeline(self, task: Task, config: Config, remat: str, **axes: Any) -> Pipeline:
         """Makes a pipeline of one stage on as many devices as the axes have."""

@@ -401,7 +401,8 @@ def layer_costs(placed: PlacedPlan) -> Costs:
     sent = 0.0
     if plan.stage > 1:
         sent = cluster.device.latency + placed.sizes.message.at(plan.rows) / placed.stage_link
-    return Costs(f, b, w, sent, attention=attention / (f + b) if plan.slices > 1 else 0.0)
+    grows = placed.model.document_share * attention if plan.slices > 1 else 0.0
+    return Costs(f, b, w, sent, attention=grows / (f + b))
 
 
 def _of_weights(placed: PlacedPlan) -> tuple[float, float]:

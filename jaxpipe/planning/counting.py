@@ -57,16 +57,20 @@ _COLLECTIVES: Mapping[str, Callable[[int], float]] = {
 }
 """How many times its operands a device sends within a group, by primitive."""
 _ATTENTION_MATMULS = {
-    "dot_product_attention_fwd_wrapper": 2,
-    "dot_product_attention_bwd_wrapper": 5,
+    **dict.fromkeys(("dot_product_attention_fwd_wrapper", "jaxpipe.attention"), 2),
+    **dict.fromkeys(("dot_product_attention_bwd_wrapper", "jaxpipe.attention_gradients"), 5),
 }
-"""Dao et al. 2022, algorithms 1 and 4."""
-_ATTENTION_COMPOSITES = "jaxpipe.attention", "jaxpipe.attention_gradients"
-"""Composites that state their FLOPs and are fused attention, not matmuls."""
+"""Matmuls of fused attention (Dao et al. 2022, algorithms 1 and 4), by name; the composites also
+state their FLOPs."""
 
 
 def sizes(
-    pipe: Pipeline, batch: Callable[[int], Batch], rng: Key = None, *, compute_bytes: int
+    pipe: Pipeline,
+    batch: Callable[[int], Batch],
+    rng: Key = None,
+    *,
+    compute_bytes: int,
+    document_share: float = 1.0,
 ) -> Sizes:
     """Counts a model on the devices that share its layers.
 
@@ -76,6 +80,8 @@ def sizes(
       batch: the shapes of a batch with so many rows.
       rng: as for `Pipeline.value_and_grad`, or its shape.
       compute_bytes: of a weight where layers read it.
+      document_share: how long the document of a token is on average, as a share of a row; tokens
+        see no others. Attention has at most this share of the FLOPs of a causal sequence.
 
     Raises:
       ValueError: the pipeline has several stages or data shards.
@@ -84,7 +90,8 @@ def sizes(
     if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
     times = pipe.schedule.num_microbatches * experts
-    counts = (_counted(pipe, batch(rows * times), rng, compute_bytes) for rows in _ROWS)
+    given = rng, compute_bytes, document_share
+    counts = (_counted(pipe, batch(rows * times), *given) for rows in _ROWS)
     for rows, (few, many) in zip(
         itertools.pairwise(_ROWS), itertools.pairwise(counts), strict=True
     ):
@@ -111,7 +118,9 @@ def _number(value: float) -> Linear:
     return Linear(float(value), 0.0)
 
 
-def _counted(pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int) -> Sizes:
+def _counted(
+    pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int, document_share: float
+) -> Sizes:
     """Counts a model for one number of rows."""
     axes = dict(pipe.mesh.shape)
 
@@ -122,7 +131,10 @@ def _counted(pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int) -> Size
         head = _head(fixed, batch, outer, axes)
         return Sizes(
             layers=tuple(
-                _layer(kind, fixed.params.canonical_of(kind.example), axes, compute_bytes)
+                _layer(
+                    *(kind, fixed.params.canonical_of(kind.example), axes),
+                    *(compute_bytes, document_share),
+                )
                 for kind in layers.kinds
             ),
             kind_of=layers.kind_of,
@@ -151,9 +163,15 @@ def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[st
     return count(program.eqns, program.outvars, axes, slots=arrived)
 
 
-def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes: int) -> LayerSizes:
+def _layer(
+    kind: LayerKind,
+    own: Leaves,
+    axes: Mapping[str, int],
+    compute_bytes: int,
+    document_share: float,
+) -> LayerSizes:
     split, leaves = kind.split, jax.tree.leaves(own)
-    f, b, w, fused = _passes(split, axes, compute_bytes)
+    f, b, w, fused = _passes(split, axes, compute_bytes, document_share)
     read = split.traced.known[: split.traced.params.num_leaves]
     quantized = [v.aval for v in read if _itemsize(v) == 1]
     return LayerSizes(
@@ -172,7 +190,9 @@ def _layer(kind: LayerKind, own: Leaves, axes: Mapping[str, int], compute_bytes:
     )
 
 
-def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[Counted]:
+def _passes(
+    split: Split, axes: Mapping[str, int], compute_bytes: int, document_share: float
+) -> list[Counted]:
     """Counts F, B and W of a layer, and both backwards as one."""
     traced = split.traced
     kept = [*split.kept_until_b, *split.kept_until_w]
@@ -195,7 +215,13 @@ def _passes(split: Split, axes: Mapping[str, int], compute_bytes: int) -> list[C
         ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
     ]
     return [
-        count(eqns, outputs, axes, slots=slots, stored=dparams, weights=own)
+        count(
+            *(eqns, outputs, axes),
+            slots=slots,
+            stored=dparams,
+            weights=own,
+            document_share=document_share,
+        )
         for eqns, outputs, slots, own in programs
     ]
 
@@ -219,6 +245,7 @@ def count(
     slots: Collection[Atom] = (),
     stored: Collection[Atom] = (),
     weights: Mapping[Atom, int] = MappingProxyType({}),
+    document_share: float = 1.0,
 ) -> Counted:
     """Counts flat equations.
 
@@ -229,6 +256,7 @@ def count(
       slots: variables that are read from slots, or, among the outputs, written to them.
       stored: outputs that are added to what lies elsewhere, such as gradients.
       weights: variables that are weights, with the bytes of an element of the copy that is read.
+      document_share: as for `sizes`.
     """
     program = _Program(eqns, outputs, weights)
     kernels: list[Kernel] = []
@@ -246,7 +274,10 @@ def count(
                 moved = 2 * program.bytes(eqn.invars[1])
             flops = _flops(eqn)
             name = str(eqn.params.get("name", eqn.primitive.name))
-            attends = name in (*_ATTENTION_MATMULS, *_ATTENTION_COMPOSITES)
+            if attends := name in _ATTENTION_MATMULS:
+                queries, keys = (v.aval.shape for v in eqn.invars[:2])
+                causal = _ATTENTION_MATMULS[name] * math.prod(queries) * keys[1]
+                flops = flops if document_share == 1 else min(flops, document_share * causal)
             narrow = all(_itemsize(v) == 1 for v in eqn.invars)
             matmul = "fp8" if narrow else "matmul"
             kind = "attention" if attends else matmul if flops else "other"

@@ -177,6 +177,8 @@ class ModelSizes:
       row_bytes: bytes of a row of the batch.
       variants: sizes by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
+      document_share: how long the document of a token is on average, as a share of a row; tokens
+        see no others. So much of attention takes longer for later slices of a sequence.
     """
 
     name: str
@@ -188,6 +190,7 @@ class ModelSizes:
     row_bytes: int
     variants: Mapping[Variant, Sizes]
     may_offload: bool = True
+    document_share: float = 1.0
 
     @property
     def num_layers(self) -> int:

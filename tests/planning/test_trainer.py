@@ -121,6 +121,28 @@ def test_slices_are_counted_and_written(monkeypatch):
     assert "attention: 0.5" in written
 
 
+def test_attention_within_documents_is_counted():
+    """A token sees half of its document on average, or its window."""
+    shape = SMALL | {"sequence_length": 64, "num_layers": 2, "window": 4, "global_every": 2}
+    whole, short = (
+        Planned(Config(model=shape, data={"documents": "packed", **tokens}), "small").counted(
+            [NONE], lambda share: None
+        )
+        for tokens in ({}, {"document_tokens": 16})
+    )
+    assert (whole.document_share, short.document_share) == (1, 1 / 4)
+
+    def attention(model, name):
+        kernels = (getattr(layer, name).kernels for layer in model.variants[NONE].layers)
+        return [
+            one.flops.at(2) for of_layer in kernels for one in of_layer if one.kind == "attention"
+        ]
+
+    for name in "fb":
+        in_window, all_keys = attention(whole, name)
+        assert attention(short, name) == [in_window, all_keys / 4]
+
+
 @pytest.mark.parametrize("max_skipped", [0, 3])
 def test_the_host_is_offered_where_steps_are_never_skipped(max_skipped):
     optimizer = {"max_skipped": max_skipped, "offload": not max_skipped}

@@ -32,6 +32,7 @@ NEAREST = {
     "data.mix: {data/code: .nan}": "1e-06",
     # Schedules, and what they read.
     "pipeline.schedule: 1f1p": "'1f1b'.",
+    "data.document_tokens: 9": "data.document_tokens=None, or data.documents=packed.",
     "pipeline.sequence_slices: 3": "model.sequence_length=15 or 18.",
     "pipeline.compute_dtype: bfloat16": "model.dtype=bfloat16, or no pipeline.compute_dtype.",
     "pipeline.update: chunk": "optimizer.clip_norm=0, or pipeline.update=step.",
