@@ -59,6 +59,8 @@ class OnDevices:
         state,residuals.
       device: v100, a100, h100, h200, b200, cpu, or a file that `jaxpipe measure` wrote.
       link: links within hosts and between them, as for `plan`.
+      exposed: share of the collectives within layers that nothing hides; 1 for jaxpipe's programs,
+        about 0.1 for systems that run them beside matmuls.
     """
 
     layer_model: Path | None = None
@@ -73,6 +75,7 @@ class OnDevices:
     on_host: str = ""
     device: str = "h100"
     link: str = "nvlink:8,ib:400"
+    exposed: float = 1.0
 
     def problems(self, model: ModelSizes, rows: int, microbatches: int) -> list[Problem]:
         """Lists what does not fit the model, or the microbatches of so many rows."""
@@ -93,6 +96,8 @@ class OnDevices:
             rule = f"has {', '.join(unknown)}, which cannot lie there"
             places = (*Offload._fields, ",".join(Offload._fields))
             problems.append(Problem("on_host", self.on_host, rule, places))
+        if not 0 <= self.exposed <= 1:
+            problems.append(Problem("exposed", self.exposed, "must be a share, 0 to 1", (0.1, 1)))
         if self.zero not in range(4):
             problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
         return problems
@@ -146,7 +151,8 @@ def of_schedules(
     rows = model.batch_rows if on.batch is None else on.batch
     refuse(on.problems(model, rows, microbatches))
     count = stages * on.data * on.context * on.tensor
-    devices = cluster(find(on.device), count, link=on.link)
+    attained = cluster(find(on.device), count, link=on.link)
+    devices = dataclasses.replace(attained, exposed=on.exposed)
     few = model.num_layers <= UNROLLED_LAYERS * stages
     shape: dict[str, Any] = {
         "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
@@ -169,7 +175,7 @@ def of_schedules(
             continue
         try:
             choices = [
-                predicted(PlacedPlan(dataclasses.replace(plan, ends=ends), model, devices))
+                predicted(PlacedPlan(plan._replace(ends=ends), model, devices))
                 for ends in who_computes_ends(model, on.variant(slices), stages)
             ]
         except ArgumentError as error:

@@ -352,7 +352,7 @@ def _passes_of(
         for collective in layer_pass.collectives:
             sent = max(collective.sent.at(rows), 0.0)
             seconds += cluster.device.latency + sent / links.along(collective.axis)
-        return seconds
+        return cluster.exposed * seconds
 
     def timed(layer_pass: Pass) -> float:
         """Times kernels at the roofline, copies, and collectives, one after another."""

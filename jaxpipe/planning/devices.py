@@ -132,6 +132,8 @@ class Cluster:
       within: bytes per second and direction between two devices of a host.
       across: likewise of one device's port between hosts.
       memory_bytes: memory of a device that a plan may use.
+      exposed: share of the collectives within layers that nothing hides; less than 1 in systems
+        that run them beside matmuls.
     """
 
     device: Device
@@ -140,6 +142,7 @@ class Cluster:
     within: float
     across: float
     memory_bytes: float
+    exposed: float = 1.0
 
     @property
     def flops(self) -> float:

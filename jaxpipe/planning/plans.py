@@ -88,8 +88,7 @@ _DIGITS = 2
 """Digits of relative costs, and of layers that take as long as a head, that tell programs apart."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """A mesh, a schedule and the options of a pipeline.
 
     Args:
@@ -321,8 +320,7 @@ def _head_layers(model: ModelSizes, variant: Variant, rows: int) -> float:
 # Tick tables of plans, each lowered once for all plans that share it.
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """The choices that decide a tick table.
 
     Args:
@@ -352,8 +350,8 @@ class Program:
 
     def without_transfers(self) -> Program:
         """The program of the same order in which nothing moves over data."""
-        return dataclasses.replace(
-            self, weight_slots=1, own_slots=False, shares=0, sums_in_slots=False
+        return self._replace(
+            weight_slots=self.chunks, own_slots=False, shares=0, sums_in_slots=False
         )
 
     def shorter(self) -> tuple[tuple[Program, float], ...]:
@@ -366,7 +364,7 @@ class Program:
             return ((self, 1.0),)
         longer = most + self.microbatches % p
         periods = (self.microbatches - longer) / p
-        two = (dataclasses.replace(self, microbatches=m) for m in (longer, longer - p))
+        two = (self._replace(microbatches=m) for m in (longer, longer - p))
         return tuple(zip(two, (1 + periods, -periods), strict=True))
 
 
@@ -434,8 +432,8 @@ def relative(costs: Costs) -> Costs:
 
 
 Family: TypeAlias = Sequence[PlacedPlan]
-"""Plans that differ in the ZeRO level, weight slots, what lies on the host and who computes the
-ends alone: with less on the host before more, and more slots before fewer."""
+"""Plans that differ in what lies on the host, the ZeRO level, weight slots and who computes the
+ends alone: with less on the host before more, then more slots before fewer."""
 
 
 def leanest(family: Family) -> Family:
@@ -543,7 +541,7 @@ def _families(
                         model,
                         cluster,
                     )
-                    for zero in zeros
+                    for host, zero in itertools.product(on_host, zeros)
                     for slots in ((2, 1) if zero >= 2 and chunks > 1 else (1,))
-                    for host, at_ends in itertools.product(on_host, ends)
+                    for at_ends in ends
                 ]

@@ -11,7 +11,7 @@ of each other. Where all stages compute embedding and head together, their sums 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -26,8 +26,6 @@ from jaxpipe.schedule.simulate import (
     of_virtual_stages,
     simulate,
 )
-
-_Ends: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 def device_clock(
@@ -115,36 +113,32 @@ def replay(
     Returns:
       ``[ticks + 1, stages]``; the last row is when the stages are done.
     """
-    late = _ends(edge for channel in table.channels for edge in channel.late_edges)
-    prompt = [_ends(edge for edges in pairs for edge in edges) for pairs in table.exchanges]
+    late = [edge for channel in table.channels for edge in channel.late_edges]
+    prompt = [[edge for edges in pairs for edge in edges] for pairs in table.exchanges]
     enters = table.together & (table.embed != NONE)
     leaves = table.together & ((table.head != NONE) | (table.embed_gradient != NONE).any(axis=1))
-    now, starts = np.zeros(work.shape[1]), np.zeros((table.num_ticks + 1, work.shape[1]))
-    for tick in range(table.num_ticks):
+    # Lists, because numpy takes longer for a few stages.
+    now, starts = [0.0] * work.shape[1], list[list[float]]()
+    for tick, durations in enumerate(work.tolist()):
         if enters[tick]:
-            now[:] = now.max()
-        starts[tick] = now
-        ends = now + work[tick]
-        ends = _received(ends, late, now + message)
-        now = _received(ends, prompt[table.exchange[tick]], ends + message)
+            now = [max(now)] * len(now)
+        starts.append(now)
+        ends = [start + duration for start, duration in zip(now, durations, strict=True)]
+        ends = _received(ends, late, [start + message for start in now])
+        now = _received(ends, prompt[table.exchange[tick]], [end + message for end in ends])
         if leaves[tick]:
-            now[:] = now.max() + head * (table.head[tick] != NONE)
-    starts[-1] = now
-    return starts
+            now = [max(now) + head * (table.head[tick] != NONE)] * len(now)
+    return np.asarray([*starts, now])
 
 
-def _received(times: np.ndarray, ends: _Ends, arrivals: np.ndarray) -> np.ndarray:
+def _received(
+    times: list[float], edges: Iterable[tuple[int, int]], arrivals: list[float]
+) -> list[float]:
     """Computes when stages are done that also wait for what their senders send."""
-    senders, receivers = ends
     latest = times.copy()
-    np.maximum.at(latest, receivers, arrivals[senders])
+    for sender, receiver in edges:
+        latest[receiver] = max(latest[receiver], arrivals[sender])
     return latest
-
-
-def _ends(edges: Iterable[tuple[int, int]]) -> _Ends:
-    """Splits edges into senders and receivers."""
-    pairs = np.asarray(list(edges), np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
 
 
 def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:

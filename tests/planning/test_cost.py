@@ -79,7 +79,7 @@ def counted(
 def placed(
     config: GPTConfig, *, gpus=False, fp8=(), link="nvlink:8,ib:400", **changes
 ) -> PlacedPlan:
-    plan = dataclasses.replace(PLAN, **changes)
+    plan = PLAN._replace(**changes)
     variant = Variant(plan.context, plan.tensor, plan.remat, plan.expert, plan.slices)
     found = {variant: counted(config, variant, gpus=gpus, fp8=fp8)}
     length = config.sequence_length
@@ -105,6 +105,19 @@ def test_flops_are_those_of_the_matmuls():
     assert layer.b.flops(rows) == 2 * weights * tokens + 2 * scores
     assert layer.w.flops(rows) == 2 * weights * tokens
     assert found.head.flops(rows) == 3 * 2 * SMALL.vocab_size * SMALL.width * tokens
+
+
+@pytest.mark.parametrize("exposed", [0.0, 0.1])
+def test_a_system_may_hide_collectives_within_layers(exposed):
+    shown = placed(SMALL, tensor=2)
+    cluster = dataclasses.replace(shown.cluster, exposed=exposed)
+    hiding, rows = dataclasses.replace(shown, cluster=cluster), shown.plan.rows
+    passes = shown.sizes.layers[0].passes
+    sent = sum(one.sent.at(rows) for of_pass in passes for one in of_pass.collectives)
+    costs = [cost.layer_costs(one) for one in (shown, hiding)]
+    more, less = (one.f + one.b + one.w for one in costs)
+    assert sent > 0
+    assert more - less == pytest.approx((1 - exposed) * sent / shown.cluster.within)
 
 
 def test_devices_that_share_a_layer_share_its_work():

@@ -239,12 +239,12 @@ MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "-
 )
 def test_schedules_are_compared_on_any_mesh_as_plans_run_there(options, changes, sizes_of, capsys):
     """The same row alone and beside others, with embedding and head where that is faster."""
-    plan = dataclasses.replace(COMPARED, **changes)
+    plan = COMPARED._replace(**changes)
     model = synthetic(Variant(plan.context, 1, "none", plan.expert))
     cluster = devices.cluster("h100", 8 * plan.context)
     exact = min(
         (
-            search.predicted(PlacedPlan(dataclasses.replace(plan, ends=ends), model, cluster))
+            search.predicted(PlacedPlan(plan._replace(ends=ends), model, cluster))
             for ends in (False, True)
         ),
         key=lambda one: one.step_seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from importlib.metadata import EntryPoint
 
@@ -116,7 +115,7 @@ def test_slices_are_counted_and_written(monkeypatch):
     assert found[1] < found[0] / 2
     monkeypatch.setattr(planned, "counted", lambda cases, progress: cases)
     assert {case.slices for case in planned.sizes(1, 4, lambda share: None)} == {1, 2, 4}
-    written = planned.write(dataclasses.replace(PLAN, data=1, zero=0, slices=4), COSTS, None)
+    written = planned.write(PLAN._replace(data=1, zero=0, slices=4), COSTS, None)
     assert "sequence_slices: 4" in written
     assert "attention: 0.5" in written
 
@@ -150,7 +149,7 @@ def test_the_host_is_offered_where_steps_are_never_skipped(max_skipped):
     model = planned.counted([NONE], lambda share: None)
     assert model.may_offload == (max_skipped == 0)
     for on_host in plans.on_host(model, devices.cluster("h100", 4)):
-        text = planned.write(dataclasses.replace(PLAN, on_host=on_host), COSTS, None)
+        text = planned.write(PLAN._replace(on_host=on_host), COSTS, None)
         written = yaml.safe_load(text)
         assert on_host.state <= model.may_offload
         assert written.get("optimizer", {}).get("offload", False) == on_host.state

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -155,14 +156,16 @@ def _with_slots(
     chunks = np.asarray(schedule.placement.chunks)[columns.virtual_stage]
     # One cache of all slots, or slots of their own: a cache of one slot each.
     caches, size = (num_slots, 1) if own_slots else (1, num_slots)
+    place = (columns.tick * schedule.num_stages + columns.stage) * schedule.num_chunks + chunks
+    needed = np.unique(place[wanted])
+    of_cache = needed // schedule.num_chunks * caches + needed % schedule.num_chunks % caches
+    if np.bincount(of_cache).max() > size:
+        return None  # a tick uses more chunks
     for stage, cache in itertools.product(range(schedule.num_stages), range(caches)):
         first, end = np.searchsorted(columns.stage, (stage, stage + 1))
         selected = wanted[first:end] & (chunks[first:end] % caches == cache)
         used = first + np.flatnonzero(selected)
         uses, items = columns.tick[used], chunks[used]
-        of_tick, _ = np.unique(np.stack([uses, items]), axis=1)
-        if np.unique(of_tick, return_counts=True)[1].max(initial=0) > size:
-            return None  # a tick uses more chunks
         stays, of_use = cached_slots(uses.tolist(), items.tolist(), num_slots=size)
         ticks = [stay.loaded if load else stay.unloaded for stay in stays]
         if len(set(ticks)) < len(ticks) or (chunk[ticks, stage] != NONE).any():
@@ -344,26 +347,28 @@ def cached_slots(
       >>> [(stay.item, stay.loaded, stay.unloaded) for stay in stays], of_use
       ([(0, 0, 0), (1, 1, 1), (0, 2, 2)], [0, 1, 2])
     """
+    uses = itertools.groupby(zip(items, ticks, strict=True), key=operator.itemgetter(0))
+    runs = [(item, [tick for _, tick in run]) for item, run in uses]
     upcoming: dict[int, int] = {}
-    next_use = [math.inf] * len(items)
-    for index, item in reversed([*enumerate(items)]):
-        next_use[index] = upcoming.get(item, math.inf)
-        upcoming[item] = index
+    next_run = [math.inf] * len(runs)
+    for number, (item, _) in reversed([*enumerate(runs)]):
+        next_run[number] = upcoming.get(item, math.inf)
+        upcoming[item] = number
     current: dict[int, int] = {}  # item -> index of its stay
     farthest: dict[int, float] = {}
     stays: list[Stay] = []
     of_use: list[int] = []
-    for index, (tick, item) in enumerate(zip(ticks, items, strict=True)):
+    for number, (item, used_in) in enumerate(runs):
         if item not in current:
             slot = len(current)
             if slot == num_slots:
                 used = {other: stays[stay].unloaded for other, stay in current.items()}
-                idle = (other for other in current if used[other] < tick)
+                idle = (other for other in current if used[other] < used_in[0])
                 farthest_idle = max(idle, key=lambda other: (farthest[other], -used[other]))
                 slot = stays[current.pop(farthest_idle)].slot
             current[item] = len(stays)
-            stays.append(Stay(item, slot, tick, tick))
-        stays[current[item]].unloaded = tick
-        farthest[item] = next_use[index]
-        of_use.append(current[item])
+            stays.append(Stay(item, slot, used_in[0], used_in[0]))
+        stays[current[item]].unloaded = used_in[-1]
+        farthest[item] = next_run[number]
+        of_use += [current[item]] * len(used_in)
     return stays, of_use
