@@ -13,6 +13,7 @@ from compilations import refusal
 from covering import some
 
 import jaxpipe
+from benchmarks.studies.uneven_slices import in_runs
 from jaxpipe import testing
 from jaxpipe.runtime.measure import traced
 
@@ -150,6 +151,21 @@ def test_slices_match_whole_sequences(name, slices, kind, remat, zero):
         meshes=[jaxpipe.make_mesh(stage=2, data=2)],
         remat=remat,
         zero=zero,
+    )
+
+
+@pytest.mark.pipeline
+def test_slices_of_unequal_length_are_runs_of_equal_ones():
+    """Of 3 and 1 quarters of a sequence."""
+    model, params = _case("attention")
+    halves = jaxpipe.schedules.build("zb-h1", stages=2, microbatches=2, slices=2)
+    testing.assert_matches_unpipelined(
+        model,
+        params,
+        _batch(),
+        schedules=[in_runs(halves, (0, 3, 4))],
+        meshes=[jaxpipe.make_mesh(stage=2)],
+        remat="dots",
     )
 
 
