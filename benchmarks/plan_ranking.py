@@ -2,9 +2,9 @@
 
 A group of equal model, batch and devices: every schedule that `jaxpipe plan` searches, with its
 chunks, in the order that it would run with. Layers sleep, with one process per stage
-(`benchmarks.processes`). Predicted is the clock of `jaxpipe plan` on the table that CPUs run, on
-which no message is late; tables for GPUs have late ones, and cannot run here. Messages of a few
-bytes take no time.
+(`benchmarks.processes`). Predicted is the clock of the table that CPUs run, on which no message is
+late and both ends of each meet; tables for GPUs have late ones, and cannot run here. Messages of a
+few bytes take no time.
 
 The exit status is 1 if the rank correlation is below .95, the predicted winner takes more than 2%
 longer than the best, or a step differs from its prediction by more than 5%.

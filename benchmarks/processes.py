@@ -5,9 +5,10 @@ one process, which all wait for each other in every tick, these wait only where 
 as GPUs do. The same program runs with layers that return at once, and the time of that is
 subtracted: it is what ticks cost on a CPU.
 
-XLA for CPUs runs transfers and layers one after the other, so its tick table has no late messages.
-"program" is the device clock's rule applied to that table, which is what runs here; "device" is the
-device clock, whose late messages travel under layers.
+XLA for CPUs runs transfers and layers one after the other, so its tick table has no late messages,
+and gloo's sender waits for its receiver. "program" is the clock of that: both ends meet for every
+message, at the end of its tick. "device" is the device clock, whose late messages travel under
+layers and whose senders go on.
 
     python -m benchmarks.processes [--names 1f1b zb-v] [--stages 4] [--microbatches 16]
     python -m benchmarks.processes --ends --message-megabytes 4
@@ -35,7 +36,7 @@ from jax.experimental import multihost_utils
 import jaxpipe
 from benchmarks import harness
 from jaxpipe.schedule import Costs, Schedule, build, device_clock, simulate
-from jaxpipe.schedule.device_clock import replay, work_of
+from jaxpipe.schedule.device_clock import work_of
 from jaxpipe.schedule.lowering.lower import lower
 
 NAMES = (
@@ -220,12 +221,30 @@ def measured(cases: Sequence[Case], rounds: int) -> Iterator[tuple[int, list[flo
             process.kill()
 
 
+def meeting_clock(case: Case) -> float:
+    """Computes when the last stage is done if both ends of a message wait for each other.
+
+    The transfers of a tick run one after the other, and each of them along all of its edges at
+    once.
+    """
+    table = lower(case.schedule, [1] * len(case.costs), overlaps=False)
+    work = np.sum(list(work_of(table, case.costs).values()), axis=0)
+    now = np.zeros(work.shape[1])
+    for tick, seconds in enumerate(work):
+        now = now + seconds
+        for edges in table.exchanges[table.exchange[tick]]:
+            met = now.copy()
+            for ends in map(list, edges):
+                met[ends] = np.maximum(met[ends], now[ends].max())
+            now = met
+    return float(now.max())
+
+
 def row(case: Case, ticks: int, idle: Sequence[float], slept: Sequence[float]) -> dict[str, Any]:
     """One row of the table: seconds, and their ratios."""
     executed = min(slept) - min(idle)
     free, device = (clock(case.schedule, case.costs).makespan for clock in (simulate, device_clock))
-    table = lower(case.schedule, [1] * len(case.costs), overlaps=False)
-    program = replay(table, np.sum(list(work_of(table, case.costs).values()), axis=0))[-1].max()
+    program = meeting_clock(case)
     of_chunk = [cost.f + cost.b + cost.w for cost in case.costs]
     held = case.schedule.placement.virtual_stages
     busy = case.schedule.num_passes * max(sum(of_chunk[s] for s in own) for own in held)
