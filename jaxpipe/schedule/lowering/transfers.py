@@ -159,7 +159,7 @@ def _with_slots(
     place = (columns.tick * schedule.num_stages + columns.stage) * schedule.num_chunks + chunks
     needed = np.unique(place[wanted])
     of_cache = needed // schedule.num_chunks * caches + needed % schedule.num_chunks % caches
-    if np.bincount(of_cache).max() > size:
+    if np.bincount(of_cache).max(initial=0) > size:
         return None  # a tick uses more chunks
     for stage, cache in itertools.product(range(schedule.num_stages), range(caches)):
         first, end = np.searchsorted(columns.stage, (stage, stage + 1))
