@@ -27,7 +27,7 @@ class Validated:
 
 def small_counts(config: Any, *names: str) -> list[Problem]:
     """Lists the fields among ``names`` that are below 1; None stands for a default and passes."""
-    return below_one(**{name: getattr(config, name) for name in names})
+    return below_one({name: getattr(config, name) for name in names})
 
 
 def wrong_choices(config: Any) -> Iterator[Problem]:

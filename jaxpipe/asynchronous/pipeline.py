@@ -483,7 +483,7 @@ def _check_arguments(
             "params['shared'] has no place in an asynchronous pipeline, whose stages update their "
             "weights at different times; give every layer its own."
         )
-    problems += below_one(rescheduling_steps=rescheduling_steps)
+    problems += below_one({"rescheduling_steps": rescheduling_steps})
     if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:
         rule = "must lie between 0 and 1"
         problems.append(Problem("discrepancy_decay", discrepancy_decay, rule, (0.135,)))

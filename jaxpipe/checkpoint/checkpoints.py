@@ -111,7 +111,7 @@ class Checkpoints:
     ) -> None:
         self._folder, self._keep, self._keep_every = Path(folder).resolve(), keep, keep_every
         self._read_only, self._fetch = read_only, fetch
-        problems: list[Problem | str] = [*below_one(keep=keep, keep_every=keep_every)]
+        problems: list[Problem | str] = [*below_one({"keep_every": keep_every}, keep=keep)]
         if "://" in str(folder):
             problems.append(f"folder={str(folder)!r} is a URL; checkpoints need a folder.")
         is_file = self._folder.exists() and not self._folder.is_dir()

@@ -109,7 +109,7 @@ def layers_of_model(
       ArgumentError: no costs are given or both, a layer's costs come without the number of layers,
         or there are too few layers.
     """
-    problems = below_one(layers=layers)
+    problems = below_one({"layers": layers})
     both = {"stage_costs": stage_costs, "layer_costs": layer_costs}
     if layer_costs is None and stage_costs is None:
         rule = "needs $layer_costs, the time of F,B,W of one of them"

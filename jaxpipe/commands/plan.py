@@ -72,7 +72,7 @@ def plan(
     refuse(
         [
             *_problems(config, sizes, out),
-            *below_one(context=context, slices=slices),
+            *below_one({"context": context, "slices": slices}),
             *(problem for n in devices for problem in below_one(devices=n)),
             *(problem for n in batch or () for problem in below_one(batch=n)),
             *_wrong_tokens(tokens, critical_batch),

@@ -91,7 +91,7 @@ def compare(
         as `show` does.
     """
     counts = {"chunks": chunks, "slices": slices}
-    refuse(below_one(stages=stages, microbatches=microbatches, **counts))
+    refuse(below_one(counts, stages=stages, microbatches=microbatches))
     check_size(stages, microbatches * (slices or 1), chunks or 1)
     chosen = {
         entry.name: {o: n for o, n in counts.items() if n and f"num_{o}" in entry.defaults}

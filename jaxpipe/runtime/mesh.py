@@ -187,19 +187,20 @@ def make_mesh(
 
     Raises:
       ValueError: a number below 1, replicas or experts that do not divide the data shards, too few
-        devices, or an array of them in another shape.
+        devices, one of them twice, or an array of them in another shape.
 
     Example:
       >>> make_mesh(stage=1).axis_names
       ('data', 'stage')
     """
     model = {"context": context, "tensor": tensor}
-    refuse(below_one(data=data, stage=stage, replica=replica, expert=expert, **model))
+    refuse(below_one({"expert": expert, **model}, data=data, stage=stage, replica=replica))
     refuse(_no_part("replica", replica, "data", data))
     refuse(_no_part("expert", expert or 1, "data / replica", data // replica))
     cpu_threads.suffice()
     given = jax.devices() if devices is None else devices
     available = list(np.asarray(given, object).flat)
+    refuse(_no_devices(available))
     asked = {
         "replica": None if replica == 1 else replica,
         "data": data // replica // (expert or 1),
@@ -234,6 +235,14 @@ def _no_part(name: str, size: int, of: str, whole: int) -> Iterator[Problem]:
     if whole % size:
         nearest = tuple(n for n in range(1, whole + 1) if whole % n == 0)
         yield Problem(name, size, f"does not divide {of}={whole}", nearest)
+
+
+def _no_devices(given: list[Any]) -> Iterator[Problem]:
+    """Says that there are no devices, or other things, or one device twice."""
+    are_devices = all(hasattr(device, "platform") for device in given)
+    if not (given and are_devices and len(set(given)) == len(given)):
+        rule = "must be a list or array of different devices of jax"
+        yield Problem("devices", given, rule, ("jax.devices()",))
 
 
 def _on_hosts(devices: list[jax.Device], sizes: dict[str, int]) -> list[jax.Device]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpipe.runtime.types import Shapes, Tree
@@ -16,8 +17,8 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
     """Shape and dtype of a leaf as JAX would hold it; None if it is not an array."""
     try:
         return jax.eval_shape(lambda array: array, leaf)
-    except (TypeError, OverflowError):  # of an object; of a number that no dtype holds
-        return None
+    except (TypeError, ValueError, OverflowError):
+        return None  # such as of text, a masked array, or a number that no dtype holds
 
 
 def shapes_of(tree: Tree) -> Shapes:
@@ -104,7 +105,11 @@ def describe_leaf(leaf: Any) -> str:
     if shape is not None:
         return describe(shape)
     found = f"a {type(leaf).__name__}, not an array"
-    if hasattr(leaf, "__dlpack__"):  # a tensor of PyTorch, for example
+    if isinstance(leaf, np.ma.MaskedArray):
+        found += " of JAX or NumPy: fill it with `leaf.filled(value)`"
+    elif isinstance(leaf, np.ndarray):  # of objects or text
+        found = f"an array of dtype {leaf.dtype}, which JAX has not: convert it with `leaf.astype`"
+    elif hasattr(leaf, "__dlpack__"):  # a tensor of PyTorch, for example
         found += " of JAX or NumPy: convert it with `numpy.asarray`"
     return found
 

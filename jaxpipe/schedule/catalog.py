@@ -276,7 +276,7 @@ def build(
     as_published = name not in known and plain in known and known[plain].reordered
     chosen, is_own = known.get(plain if as_published else name), user.is_users(name)
     problems = [] if chosen or is_own else [_unknown(name)]
-    problems += below_one(**counts)
+    problems += below_one(counts)
     if memory_limit is not None and not memory_limit > 0:
         problems.append(Problem("memory_limit", memory_limit, "must be above 0"))
     others = {"memory_limit": memory_limit, "costs": costs, "layer_costs": layer_costs}

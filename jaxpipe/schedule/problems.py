@@ -115,12 +115,22 @@ def refuse(problems: Iterable[Problem | str]) -> None:
         raise ArgumentError(refused)
 
 
-def below_one(**counts: int | None) -> list[Problem]:
-    """Lists the counts that are not whole numbers of at least 1; None stands for no count."""
+def below_one(optional: Mapping[str, int | None] | None = None, /, **counts: int) -> list[Problem]:
+    """Lists the counts that are not whole numbers of at least 1.
+
+    Args:
+      optional: counts that may be None, by name.
+      counts: counts that may not.
+
+    Example:
+      >>> [problem.argument for problem in below_one({"group": None}, stages=0, chunks=2)]
+      ['stages']
+    """
+    given = {name: count for name, count in (optional or {}).items() if count is not None}
     problems = []
-    for name, count in counts.items():
-        if count is not None and not isinstance(count, numbers.Integral):
+    for name, count in (counts | given).items():
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral):
             problems.append(Problem(name, count, "must be a whole number of at least 1", (1,)))
-        elif count is not None and count < 1:
+        elif count < 1:
             problems.append(Problem(name, count, "must be at least 1", (1,)))
     return problems

@@ -216,6 +216,8 @@ MISTAKES = [
      "states holds 3 layers and params['layers'] 4."),
     (lambda: build(states=3), "Model.stateful=False, but Pipeline was given states",
      "states must stack every layer on the leading dimension"),
+    (lambda: build(stage_split={"embed": {"kernel": True}}),
+     "Model.stage_split['embed']['kernel'] is True, and params['embed']['kernel'] is float32"),
     (lambda: build(stage_split={"embed": {"kernel": "a"}, "shared": {"w": 0}}),
      "Model.stage_split['embed']['kernel'] is 'a', and params['embed']['kernel'] is float32",
      "Model.stage_split['shared']['w'] is 0, and splits no array of params['embed'] or"),
@@ -280,6 +282,10 @@ MISTAKES = [
     # Batches.
     (lambda: pipe().value_and_grad(PLACED, BATCH | {"x": Tensor()}),
      "batch['x'] is a Tensor, not an array of JAX or NumPy: convert it with `numpy.asarray`"),
+    (lambda: pipe().value_and_grad(PLACED, BATCH | {"x": np.ones((8, 3), object)}),
+     "batch['x'] is an array of dtype object, which JAX has not: convert it with `leaf.astype`;"),
+    (lambda: pipe().value_and_grad(PLACED, BATCH | {"x": np.ma.ones((8, 3))}),
+     "batch['x'] is a MaskedArray, not an array of JAX or NumPy: fill it with `leaf.filled("),
     (lambda: pipe().value_and_grad(PLACED, ON_ONE),
      "batch['x'] has been put on the devices [0]", "`jax.device_put(batch, pipe.batch_shar"),
     # Schedules and meshes.
@@ -296,6 +302,11 @@ MISTAKES = [
     (lambda: jaxpipe.make_mesh(stage=2, data=2.0),
      "data=2.0 must be a whole number of at least 1."),
     (lambda: jaxpipe.make_mesh(stage=-1, data=0), "data=0 must be", "stage=-1 must be"),
+    (lambda: jaxpipe.make_mesh(stage=None, data=True),
+     "data=True must be a whole number of at least 1.", "stage must be a whole number of at least"),
+    *((lambda found=found: jaxpipe.make_mesh(stage=2, devices=found), "devices=[",
+       "must be a list or array of different devices of jax.")
+      for found in ([], 3, "cpu", [0, 1], {*jax.devices()}, jax.devices()[:1] * 2)),
 ]
 OPTIONS = [
     ("tied", {"weights": "rows"}, "weights='rows' is no layout; choose one of stacked, unrolled"),

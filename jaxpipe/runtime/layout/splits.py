@@ -128,7 +128,7 @@ def _misplaced(of_stages: Mapping[Path, Tree], params: Params) -> Iterator[str]:
                 f"Model.stage_split{at} is {dim!r}, and splits no array of params['embed'] or "
                 "params['head']; stages can split no others. Leave it out, or make it None."
             )
-        elif not isinstance(dim, int) or not 0 <= dim < len(np.shape(arrays[path])):
+        elif type(dim) is not int or not 0 <= dim < len(np.shape(arrays[path])):
             yield (
                 f"Model.stage_split{at} is {dim!r}, and params{at} is "
                 f"{describe_leaf(arrays[path])}; give the number of one of its dimensions, or None."
