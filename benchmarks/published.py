@@ -59,18 +59,21 @@ def own_prediction(run: Run, rates: Rates) -> Prediction:
     """Predicts jaxpipe's program of the mesh: the fastest that fits, or else of the leanest.
 
     Rematerialization, who computes the ends, and ZeRO-2 in place of 1 may be chosen; schedule and
-    microbatches are those of the run.
+    microbatches are those of the run, and so are chunks where the layers fill them. Where they do
+    not, fewer and larger ones differ less.
     """
     made = []
+    layers, most = run.shape.layers, min(run.chunks, run.shape.layers // run.stages)
+    fewest = most if layers % (run.stages * run.chunks) == 0 else min(2, most)
     for remat in ("full",) if run.remat == "full" else _REMATS:
         model = _model(run, (run.tensor,), (remat,), run.context)
         (variant,) = model.variants
         choices = itertools.product(
             who_computes_ends(model, variant, run.stages),
             (1, 2) if run.zero and run.data > 1 else (0,),
+            range(fewest, most + 1),
         )
-        for ends, zero in choices:
-            chunks = min(run.chunks, run.shape.layers // run.stages)
+        for ends, zero, chunks in choices:
             plan = Plan(
                 stage=run.stages, data=run.data, context=run.context, tensor=run.tensor,
                 replica=1, schedule=run.schedule.replace("zb-2p", "zb-h2"), chunks=chunks,
@@ -200,7 +203,8 @@ class Row(NamedTuple):
         words += [] if fits(self.prediction) else [f"{gigabytes:.0f} GB"]
         return cells | {
             "jaxpipe": f"{sum(own.values()):.3g}, {plan.remat}"
-            + (f", ZeRO-{plan.zero}" if plan.zero else ""),
+            + (f", ZeRO-{plan.zero}" if plan.zero else "")
+            + (f", v={plan.chunks}" if plan.chunks != self.run.chunks else ""),
             "ratio": f"{ratio:.2f}",
             "loses": ", ".join(words) if ratio > 1 else "",
             "best plan": "" if self.best is None else _described(self.best),
@@ -304,18 +308,20 @@ _INTRODUCTION = """\
 `make published` writes this page. Seconds of a step that others measured stand beside two
 predictions: for the system that ran, and for jaxpipe's program on the same mesh. Both count layers
 from traces ([planner](design/009-planner.md)) and take the same rates. The system's order runs on
-the free-running clock, its communication overlaps as noted below, and nothing is copied into
-slots. jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and
-weights unrolled; of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80
-GB are predicted, or else of the leanest. "best plan" is jaxpipe's fastest on the same GPUs, with
-its stages x data x tensor devices, searched once per model and precision, for the fewest GPUs, at
-most 512, and rows. "ratio" is jaxpipe's step on the same mesh by that predicted for the system.
-Where it is above 1, "loses" names what loses most, in seconds, and the memory if it is more:
+the free-running clock, its communication overlaps as noted below, and nothing is copied into slots.
+jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and weights
+unrolled; of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80 GB are
+predicted, or else of the leanest. Its chunks hold a layer at least: where a system fills them with
+embedding and loss, too, it has v chunks per stage, of those up to the run's the fastest. "best
+plan" is jaxpipe's fastest on the same GPUs, with its stages x data x tensor devices, searched once
+per model and precision, for the fewest GPUs, at most 512, and rows. "ratio" is jaxpipe's step on
+the same mesh by that predicted for the system. Where it is above 1, "loses" names what loses most,
+in seconds, and the memory if it is more:
 
 - kernels: XLA fuses less, or computes again;
 - collectives: layers wait for all of theirs;
 - copies: values into slots and out of them, and sums of gradients;
-- waits: for other stages, messages and the head;
+- waits: for other stages, messages and the head, and, where v is given, for chunks of more layers;
 - data: over data shards, and the optimizer.
 
 Rates are shares: of the peak, for large matmuls on H100s and A100s; of the memory's bandwidth; and
@@ -325,9 +331,9 @@ of tensor collectives, how much is exposed in systems that overlap them.
 _ENDING = """
 A are runs on H100s (NVIDIA/dgxc-benchmarking), D Megatron-LM of 2021 on A100s with full
 rematerialization, F Zero Bubble (arXiv 2401.10241) on A100s, whose ZB-2p, a searched order, is
-predicted as ZB-H2, K JaxPP (marin#7024), of assumed widths. It is assumed that A overlaps its
-tensor collectives and messages, and that D and 1F1B of F wait for messages. Configurations and
-sources: `benchmarks/published_runs.csv` and `published_models.csv`.
+predicted as ZB-H2, M Megatron Core's Mixtral 8x7B, K JaxPP (marin#7024), of assumed widths. It is
+assumed that A overlaps its tensor collectives and messages, and that D and 1F1B of F wait for
+messages. Configurations and sources: `benchmarks/published_runs.csv` and `published_models.csv`.
 """
 
 

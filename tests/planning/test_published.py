@@ -25,7 +25,7 @@ def test_runs_are_whole():
 def dgxc_flops(shape: Shape, batch: int) -> float:
     """FLOPs of a step as NVIDIA/dgxc-benchmarking counts them: attention is not halved."""
     s, n, h, v = shape.length, shape.layers, shape.width, shape.vocabulary
-    f, keys = shape.mlp_width, shape.kv_heads / shape.heads
+    f, keys = shape.mlp_width * max(shape.experts_per_token, 1), shape.kv_heads / shape.heads
     if shape.gated:
         of_layers = 12 * n * h**2 * (1 + keys + s / h) + 18 * n * f * h
     else:
@@ -40,9 +40,14 @@ def test_step_seconds_give_the_share_of_the_peak_that_sources_print():
         peak = (1979e12 if run.precision == "fp8" else 989e12) * run.gpus
         share = dgxc_flops(run.shape, run.batch) / (run.measured * peak)
         assert 100 * share == pytest.approx(run.mfu, rel=0.01), run.id
+    mixture = RUNS["M-mixtral-64"]
+    rate = dgxc_flops(mixture.shape, mixture.batch) / (mixture.measured * mixture.gpus)
+    assert 1e-12 * rate == pytest.approx(mixture.tflops, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["A-n15-16", "D-1.7B", "F-1.5B-24-1F1B", "A-grok-8"])
+@pytest.mark.parametrize(
+    "name", ["A-n15-16", "D-1.7B", "F-1.5B-24-1F1B", "A-grok-8", "M-mixtral-64"]
+)
 def test_predictions_are_finite_and_near_the_measured(name):
     run = RUNS[name]
     seconds = published_systems.system_seconds(run, published_systems.Rates())
