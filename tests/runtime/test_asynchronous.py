@@ -65,12 +65,12 @@ FEW = {
 MANY = [
     *(Case(Settings(4, 3, optimizer=name)) for name in ("momentum", "adam", "adamw")),
     *(
-        Case(Settings(3, 2, optimizer="momentum", **T2, remat=remat), layers=7, fused=fused)
+        Case(Settings(3, 2, optimizer="momentum", **T2, remat=remat), layers=5, fused=fused)
         for remat in ("none", "dots")
         for fused in (False, True)
     ),
     *(
-        Case(Settings(P, N, optimizer="adamw", recompute_segment=segment, **options), layers=P + 2)
+        Case(Settings(P, N, optimizer="adamw", recompute_segment=segment, **options), layers=P + 1)
         for segment, P, N, options in (
             *((1, 4, 2, {}), (3, 4, 8, {**T1, **T2, "clip_norm": 0.5}), (4, 4, 1, T2)),
             (2, 5, 2, {"warm_up": 3, "drains": (6,), "remat": "dots", **T1, **T2}),
