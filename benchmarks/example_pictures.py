@@ -63,7 +63,9 @@ def main() -> None:
         pipe, batch = pipeline_of(path)
         costs = chunk_costs(measure.layer_costs(pipe, batch), pipe.table.layer_counts)
         timeline = device_clock(pipe.schedule, costs)
-        print(draw.save(draw.figure(timeline), EXAMPLES / "images" / f"{path.stem}.svg"))
+        picture = EXAMPLES / "images" / f"{path.stem}.svg"
+        picture.write_text(draw.figure(timeline), encoding="utf-8")
+        print(picture)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,8 @@ def prepare_folder(setup: Setup) -> None:
         text = steady_text(configured.steady_state(config))
         (folder / run_folder.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
-        draw.save(draw.figure(setup.timeline), folder / run_folder.SCHEDULE_FILE)
+        picture = draw.figure(setup.timeline)
+        (folder / run_folder.SCHEDULE_FILE).write_text(picture, encoding="utf-8")
     write_whole(folder / run_folder.CONFIG_FILE, config.to_yaml().encode())
 
 

@@ -11,7 +11,6 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action
@@ -30,7 +29,7 @@ from jaxpipe.schedule.show.looks import (
 )
 from jaxpipe.schedule.simulate import Timeline, in_flight
 
-__all__ = ["Picture", "TooWideError", "caption", "figure", "save", "text"]
+__all__ = ["Picture", "TooWideError", "caption", "figure", "text"]
 
 _MAX_COLUMNS = 200_000
 """Longest row of text that shows anything; with very different costs it could be any length."""
@@ -431,20 +430,6 @@ def _document(width: float, height: float, elements: Iterable[str]) -> Picture:
         *elements,
     ]
     return Picture("\n".join([*lines, "</svg>"]) + "\n")
-
-
-def save(picture: str, path: str | Path) -> Path:
-    """Writes a picture to a file, and returns the path.
-
-    Raises:
-      ValueError: the ending is not .svg.
-      OSError: the file cannot be written.
-    """
-    path = Path(path)
-    if path.suffix.lower() != ".svg":
-        raise ValueError(f"{str(path)!r} does not end in a picture format. Nearest valid: .svg.")
-    path.write_text(picture, encoding="utf-8")
-    return path
 
 
 def _number(value: float) -> str:
