@@ -23,7 +23,8 @@ if __name__ == "__main__":
     # Started by path, Python looks for modules beside this file; `train`, `models` are a level up.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_DISK = _FULL | {errno.EACCES, errno.EPERM, errno.EROFS}
 
 _FAILED = 70
 """The exit status after an unexplained error: EX_SOFTWARE of sysexits.h. Python's own status, 1, is
@@ -200,19 +201,20 @@ def _refuse(error) -> int:
 
 
 class _Lasting(io.FileIO):
-    """A pipe or terminal that can be written to even when its reader has gone."""
+    """A stream that can be written to even when its reader has gone, or its disk is full."""
 
     def write(self, content: Any, /) -> int:
         try:
             return super().write(content)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in _FULL | {errno.EPIPE, errno.EIO}:
                 raise
             return len(content)
 
 
 def lasting(stream: Any) -> Any:
-    """Returns a stream that outlives its reader: a closed pipe or terminal must not end a run."""
+    """Returns a stream that outlives its reader: neither a closed pipe or terminal nor a log on a
+    full disk may end a run."""
     if stream is None:  # the launcher has closed it
         return None
     raw = _Lasting(stream.fileno(), "wb", closefd=False)

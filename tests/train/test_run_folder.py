@@ -172,3 +172,9 @@ def test_a_reader_that_goes_away_ends_nothing(pair, buffering):
         os.close(reader)
         for text in ("second", "third" * 10_000):
             print(text, file=stream, flush=True)
+
+
+@pytest.mark.parametrize("buffering", [-1, 1])
+def test_a_log_on_a_full_disk_ends_nothing(buffering):
+    with open("/dev/full", "w", buffering=buffering) as file, train.lasting(file) as stream:
+        print("text" * 10_000, file=stream, flush=True)
