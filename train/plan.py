@@ -317,7 +317,9 @@ def read(path: Path) -> Planned:
         raise ArgumentError([failure.message for failure in error.failures]) from error
     # Planning chooses anew the sections that say how the model lies on devices.
     config = parsed.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
-    config = _changed(config, {"pipeline": {"fp8": parsed.config.pipeline.fp8}})
+    # A named schedule, since the default one is searched for.
+    pipeline = {"fp8": parsed.config.pipeline.fp8, "schedule": "1f1b"}
+    config = _changed(config, {"pipeline": pipeline})
     wrong = checks.check(config, writes=False, reads=False)
     messages = [failure.message for failure in (*parsed.failures, *wrong) if _matters(failure)]
     refuse(messages)
