@@ -70,10 +70,11 @@ def test_without_a_key_it_is_the_deterministic_module_and_else_depends_on_the_ke
     assert not module.dropout.deterministic
     assert set(params) == {"up", "down"}
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
-    first = apply(params, x, rng=jax.random.key(5))
-    np.testing.assert_array_equal(first, jax.jit(apply)(params, x, rng=jax.random.key(5)))
-    np.testing.assert_array_equal(first, apply(params, x, rng=jax.random.PRNGKey(5)))
-    assert not np.array_equal(first, apply(params, x, rng=jax.random.key(6)))
+    run = jax.jit(apply)
+    first = run(params, x, rng=jax.random.key(5))
+    np.testing.assert_array_equal(first, run(params, x, rng=jax.random.key(5)))
+    np.testing.assert_array_equal(first, run(params, x, rng=jax.random.PRNGKey(5)))
+    assert not np.array_equal(first, run(params, x, rng=jax.random.key(6)))
     actual = apply(params, x)
     module.eval()
     np.testing.assert_array_equal(actual, module(x))
