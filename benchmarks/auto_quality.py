@@ -24,7 +24,7 @@ import tyro
 from benchmarks import harness
 from jaxpipe.schedule import Costs, Schedule, build, device_clock
 from jaxpipe.schedule.catalog import entries
-from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError
 

@@ -28,7 +28,7 @@ import jaxpipe
 from jaxpipe.planning.without_devices import attention_of_gpus, h100s, use_gpu_flags
 from jaxpipe.runtime.measure import traced
 from jaxpipe.runtime.measure.memory import compiled_bytes, predicted_bytes, tree_bytes
-from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.simulate import UNIT, simulate
 from models import gpt
 

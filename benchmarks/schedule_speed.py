@@ -18,7 +18,7 @@ import tyro
 
 from benchmarks import harness
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.check import validate
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.simulate import Costs, simulate
 

@@ -20,7 +20,7 @@ Example:
   --num_heads 3 must divide --width 8.
 """
 
-from jaxpipe.schedule.check.validate import ScheduleError
+from jaxpipe.schedule.check import ScheduleError
 from jaxpipe.schedule.problems import (
     ArgumentError,
     Problem,

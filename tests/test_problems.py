@@ -13,8 +13,7 @@ import pytest
 import jaxpipe
 from jaxpipe.asynchronous import SteadyState
 from jaxpipe.commands import options
-from jaxpipe.schedule import catalog
-from jaxpipe.schedule.formats import user
+from jaxpipe.schedule import catalog, formats
 from jaxpipe.schedule.problems import ArgumentError, Problem
 from models import gpt
 from train import errors
@@ -81,7 +80,7 @@ def test_a_problem_is_told_in_the_names_of_each_surface(call, python):
 
 def test_arguments_that_have_no_place_are_told_in_the_names_of_each_surface():
     with pytest.raises(ArgumentError) as caught:
-        user.load("a.csv", num_stages=2, num_microbatches=None, num_chunks=1, group=2)
+        formats.load("a.csv", num_stages=2, num_microbatches=None, num_chunks=1, group=2)
     assert str(caught.value).endswith("stands: leave out num_chunks, group.")
     assert options.message(caught.value).endswith("stands: leave out --chunks, --group.")
     (failure,) = errors.of_schedule(caught.value, "a.csv")

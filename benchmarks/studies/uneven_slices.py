@@ -16,8 +16,7 @@ import math
 from collections.abc import Sequence
 
 from jaxpipe.schedule import Action, Costs, Kind, Schedule, build, device_clock, simulate
-from jaxpipe.schedule.check.validate import peak_in_flight
-from jaxpipe.schedule.check.walk import walk
+from jaxpipe.schedule.check import peak_in_flight, walk
 
 STAGES = MICROBATCHES = 8
 TOKENS_OF_A_MATMUL = 53_248

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.problems import (
     ArgumentError,
     Problem,

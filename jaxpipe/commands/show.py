@@ -27,14 +27,13 @@ from jaxpipe.commands.options import (
     parse_costs,
     say_written,
 )
+from jaxpipe.schedule import formats
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.device_clock import Clock, timelines
-from jaxpipe.schedule.formats import user
-from jaxpipe.schedule.formats.files import read_csv, write_csv
+from jaxpipe.schedule.formats import read_csv, write_csv
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
-from jaxpipe.schedule.search.auto import gain_of_memory
-from jaxpipe.schedule.search.bounds import gap
+from jaxpipe.schedule.search.auto import gain_of_memory, gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.trace import trace
@@ -221,7 +220,7 @@ def _steady_state(
         if options[option] not in (None, taken)
     )
     if stages is None or microbatches is None:
-        raise ArgumentError([user.no_shape(name)])
+        raise ArgumentError([formats.no_shape(name)])
     steady = SteadyState(stages, microbatches, name, recompute_segment)
     check_size(stages, microbatches, 1)
     return steady

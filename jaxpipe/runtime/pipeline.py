@@ -36,7 +36,7 @@ from jaxpipe.runtime.types import (
 from jaxpipe.runtime.update import training_step
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.check import validate
 from jaxpipe.schedule.problems import ArgumentError, Problem, in_python, refuse
 
 # Refusals of derivatives.

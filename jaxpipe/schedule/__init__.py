@@ -43,10 +43,9 @@ Example:
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
-from jaxpipe.schedule.check.validate import ScheduleError, validate
+from jaxpipe.schedule.check import ScheduleError, validate
 from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
-from jaxpipe.schedule.formats.files import from_json, read_csv, to_json, write_csv
-from jaxpipe.schedule.formats.user import is_users
+from jaxpipe.schedule.formats import from_json, is_users, read_csv, to_json, write_csv
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import chunk_costs, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave

@@ -19,9 +19,9 @@ from functools import cache, cached_property, partial, wraps
 from importlib.metadata import entry_points
 from typing import Any
 
+from jaxpipe.schedule import formats
 from jaxpipe.schedule.actions import GUESTS, Schedule
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.formats import user
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe, modular
 from jaxpipe.schedule.generators.depth_first import (
     interleaved,
@@ -190,7 +190,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
         (name in GUESTS, "belongs to an asynchronous method", f"my-{name}"),
         (name in {e.name for e in BUILT_IN}, "belongs to a built-in schedule", f"my-{name}"),
         (":" in name, "looks like a function", free),
-        (user.is_file(name), "looks like a file", free),
+        (formats.is_file(name), "looks like a file", free),
     ):
         if wrong:
             refuse([Problem("name", name, rule, (nearest,))])
@@ -198,7 +198,7 @@ def register(name: str) -> Callable[[Generate], Generate]:
     def add(function: Generate) -> Generate:
         @wraps(function)
         def generate(stages: int, microbatches: int, **options: Any) -> Schedule:
-            return user.call_user(name, function, stages, microbatches, **options)
+            return formats.call_user(name, function, stages, microbatches, **options)
 
         summary = (inspect.getdoc(function) or "").partition("\n")[0]
         source = f"{function.__module__}.{function.__qualname__}"
@@ -274,7 +274,7 @@ def build(
     known = {entry.name: entry for entry in entries()}
     plain = name.removesuffix(PUBLISHED)
     as_published = name not in known and plain in known and known[plain].reordered
-    chosen, is_own = known.get(plain if as_published else name), user.is_users(name)
+    chosen, is_own = known.get(plain if as_published else name), formats.is_users(name)
     problems = [] if chosen or is_own else [_unknown(name)]
     problems += below_one(counts)
     if memory_limit is not None and not memory_limit > 0:
@@ -282,7 +282,7 @@ def build(
     others = {"memory_limit": memory_limit, "costs": costs, "layer_costs": layer_costs}
     given = {name: value for name, value in (counts | others).items() if value is not None}
     if chosen is not None:
-        problems += [user.no_shape(name)] if None in (stages, microbatches) else []
+        problems += [formats.no_shape(name)] if None in (stages, microbatches) else []
         problems += _misfits(chosen, given)
     try:
         refuse(problems)
@@ -296,7 +296,7 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
     """Builds a schedule of the registry, or the user's own, from the arguments that were given."""
     if entry is None:
         measures = {option: given.pop(option) for option in MEASURES if option in given}
-        return user.load(name, **given, clock=measures)
+        return formats.load(name, **given, clock=measures)
     if (layer_costs := given.get("layer_costs")) and "layer_costs" not in entry.defaults:
         given = given | _of_average_chunk(entry, layer_costs, given)
     if published:

@@ -13,8 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import chunks_in_flight, peak_in_flight, validate
-from jaxpipe.schedule.check.walk import Walk, walk
+from jaxpipe.schedule.check import Walk, chunks_in_flight, peak_in_flight, validate, walk
 from jaxpipe.schedule.placement import Placement
 
 

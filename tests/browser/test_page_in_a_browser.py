@@ -11,7 +11,7 @@ from playwright.sync_api import sync_playwright
 
 from jaxpipe.schedule.catalog import build
 from jaxpipe.schedule.device_clock import timelines
-from jaxpipe.schedule.show.looks import fill
+from jaxpipe.schedule.show.draw import fill
 from jaxpipe.schedule.show.page import page as write_page
 from jaxpipe.schedule.simulate import Costs, in_flight
 

@@ -11,7 +11,7 @@ from command import NUM_STEPS, assert_same_run, back_to, saved, steps, weights
 
 from jaxpipe import cli
 from jaxpipe.planning import configurations
-from jaxpipe.schedule.formats.files import to_json
+from jaxpipe.schedule.formats import to_json
 from jaxpipe.schedule.generators.depth_first import zb_h1
 from train import checks
 from train.command_line import parse

@@ -18,7 +18,7 @@ from benchmarks.bubble import WIDTH, sleeping_model
 from jaxpipe import measure
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.schedule import Costs, build, device_clock, page, simulate, timelines, trace
-from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.draw import exchanges
 
 SECONDS = Costs(0.004, 0.006, 0.003)
 """Of a layer, that it sleeps: no measurement can be shorter, on however busy a machine."""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.check.validate import peak_in_flight, validate
+from jaxpipe.schedule.check import peak_in_flight, validate
 from jaxpipe.schedule.generators.blocks import Block, BlockPlan, closest_block, split_block
 from jaxpipe.schedule.generators.v_schedules import (
     one_f_one_b_v_block,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import dependencies, split_action
-from jaxpipe.schedule.check.validate import ScheduleError
+from jaxpipe.schedule.check import ScheduleError
 from jaxpipe.schedule.device_clock import device_clock, timelines
-from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.simulate import UNIT, Costs, makespan, simulate, ticks
 
 COSTS = Costs(1, 1.2, 0.8)

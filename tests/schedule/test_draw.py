@@ -13,7 +13,7 @@ from jaxpipe.schedule.catalog import build
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.show import draw
-from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, dependencies, split_action
-from jaxpipe.schedule.check.validate import ScheduleError
-from jaxpipe.schedule.formats.files import from_json, parse_csv, read_csv, to_json, write_csv
+from jaxpipe.schedule.check import ScheduleError
+from jaxpipe.schedule.formats import from_json, parse_csv, read_csv, to_json, write_csv
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.problems import ArgumentError
 from jaxpipe.schedule.simulate import Costs

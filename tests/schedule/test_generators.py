@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Kind, split_backwards
-from jaxpipe.schedule.check.validate import validate
-from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.check import validate
+from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 

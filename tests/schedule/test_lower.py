@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import validate
+from jaxpipe.schedule.check import validate
 from jaxpipe.schedule.lowering.lower import colour_intervals, lower
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, TickTable
 from jaxpipe.schedule.placement import linear

@@ -13,9 +13,9 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
-from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
+from jaxpipe.schedule.check import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.formats.files import parse_csv, write_csv
+from jaxpipe.schedule.formats import parse_csv, write_csv
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate

@@ -12,7 +12,7 @@ import pytest
 from jaxpipe.cli import main
 from jaxpipe.schedule.catalog import build
 from jaxpipe.schedule.device_clock import device_clock, timelines
-from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.simulate import Costs, in_flight, simulate
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import peak_in_flight, validate
+from jaxpipe.schedule.check import peak_in_flight, validate
 from jaxpipe.schedule.placement import looped
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 

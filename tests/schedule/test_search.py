@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxpipe.cli import main
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule, split_backwards
-from jaxpipe.schedule.check.validate import peak_in_flight, validate
+from jaxpipe.schedule.check import peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.generators.v_schedules import v_half, v_min, v_zb, zb_v
@@ -23,8 +23,7 @@ from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search import order_search
-from jaxpipe.schedule.search.auto import PlacedModel, auto, published_schedules
-from jaxpipe.schedule.search.bounds import lower_bound
+from jaxpipe.schedule.search.auto import PlacedModel, auto, lower_bound, published_schedules
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import improve, search_orders
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate

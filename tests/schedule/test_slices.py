@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate
+from jaxpipe.schedule.check import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.formats.files import from_json, to_json
+from jaxpipe.schedule.formats import from_json, to_json
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.placement import linear

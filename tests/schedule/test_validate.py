@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import ScheduleError, peak_in_flight, validate, walk
+from jaxpipe.schedule.check import ScheduleError, peak_in_flight, validate, walk
 from jaxpipe.schedule.placement import Placement, linear
 
 

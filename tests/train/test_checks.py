@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.formats.files import write_csv
+from jaxpipe.schedule.formats import write_csv
 from train import checks, configured, distributed, errors, tasks, train
 from train.command_line import Invocation
 from train.config import Config, Section

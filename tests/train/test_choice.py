@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxpipe.runtime.layers.split import chosen_remat
 from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.formats.files import to_json
+from jaxpipe.schedule.formats import to_json
 from jaxpipe.schedule.partition import chunk_costs
 from jaxpipe.schedule.simulate import Costs
 from train import configured, distributed, loop, step

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
-from jaxpipe.schedule.check.validate import peak_in_flight
-from jaxpipe.schedule.check.walk import Results, walk
+from jaxpipe.schedule.check import Results, peak_in_flight, walk
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.simulate import Costs, makespan, simulate
 

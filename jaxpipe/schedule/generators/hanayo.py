@@ -7,7 +7,7 @@ import itertools
 import math
 
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.generators.blocks import closest_block
 from jaxpipe.schedule.generators.eager import soonest

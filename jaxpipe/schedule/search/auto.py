@@ -1,20 +1,21 @@
-"""`auto`: the schedule that ends first on devices, under a memory limit.
+"""`auto`: the schedule that ends first on devices, under a memory limit; and a bound on all.
 
 Candidates are all schedules of this package that fit a placement, as published and reordered for
 the costs, and the orders of a search (`jaxpipe.schedule.search.order_search`), which knows whole
-sequences. The one that ends first on the device clock wins; `jaxpipe.schedule.search.bounds` says
-how far it is from the best.
+sequences. The one that ends first on the device clock wins; `lower_bound` says how far it is from
+the best.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpipe.schedule.actions import Schedule, split_backwards
-from jaxpipe.schedule.check.validate import peak_in_flight
+from jaxpipe.schedule.actions import Kind, Schedule, split_backwards
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe
 from jaxpipe.schedule.generators.depth_first import (
@@ -32,10 +33,9 @@ from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
-from jaxpipe.schedule.search.bounds import lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import search_orders
-from jaxpipe.schedule.simulate import UNIT, Costs, makespan
+from jaxpipe.schedule.simulate import UNIT, Costs, Timeline, makespan
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
 """Named schedules are tried where chunks are few, and on so many placements of least bounds."""
@@ -68,7 +68,7 @@ def auto(
     costs, and the orders of a search, on every placement that the model allows, of up to 256
     virtual stages or 4 chunks.
 
-    `jaxpipe.schedule.search.bounds.lower_bound` says how much is left.
+    `lower_bound` says how much is left.
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
@@ -312,3 +312,89 @@ def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]
     if reordered:
         schedules = [in_time(s, model.chunk) for s in schedules if s.name in _REORDERED]
     yield from schedules
+
+
+def lower_bound(
+    placement: Placement,
+    num_microbatches: int,
+    costs: Sequence[Costs],
+    *,
+    cap: float = math.inf,
+    num_slices: int = 1,
+) -> float:
+    """A time before which no schedule of a placement ends.
+
+    Each stage has to wait for the first microbatch, do its work, and wait while the last gradient
+    goes on to the first layers; it may defer at most as many W as its memory holds. Memory also
+    holds every chunk from F until its gradient has come back: the sum of these times, divided by
+    the number of chunks that fit, is another bound.
+
+    Args:
+      costs: costs of every virtual stage.
+      cap: the most chunks in flight on a stage, or slices of them.
+      num_slices: slices of a microbatch's sequences; the first is the shortest.
+
+    Example:
+      >>> from jaxpipe.schedule.placement import wave
+      >>> lower_bound(wave(2), 4, [Costs(1, 1, 1)] * 4, cap=4)
+      25.0
+    """
+    m, average = num_microbatches * num_slices, costs
+    costs = [_first_slice(cost, num_slices) for cost in costs]
+    down, up = _ways(placement, costs)
+    ends = [down[-1] + up[0] + costs[-1].f + costs[0].b + costs[0].w]
+    for own_stages in placement.virtual_stages:
+        critical = m * math.fsum(average[s].f + average[s].b for s in own_stages)
+        weights = m * math.fsum(costs[s].w for s in own_stages)
+        reaches = down[own_stages[0]]
+        # The last B of the stage is followed by the way of its gradient, or by deferred W.
+        leaves = min(up[0] - up[s] + costs[0].b - costs[s].b for s in own_stages) + costs[0].w
+        deferred = min(weights, cap * max(costs[s].w for s in own_stages))
+        ends.append(reaches + critical + weights - deferred + leaves)
+        ends.append(reaches + critical + weights)
+        # From the start of F to the end of W: one microbatch on its way to the loss and back.
+        lives = math.fsum(
+            down[-1] + costs[-1].f + up[s] + costs[s].b + costs[s].w - down[s] for s in own_stages
+        )
+        ends.append(reaches + m * lives / cap)
+    return max(ends)
+
+
+def gap(timeline: Timeline) -> str:
+    """Says how far a schedule is at most from the best on its placement, at its peak in flight.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
+      >>> from jaxpipe.schedule.simulate import simulate
+      >>> gap(simulate(one_f_one_b(2, 4), Costs(1, 1, 1)))
+      '1f1b: 14, at most 7.7% above the optimum on this placement at this peak'
+    """
+    schedule = timeline.schedule
+    bound = lower_bound(
+        schedule.placement,
+        schedule.num_microbatches,
+        timeline.costs,
+        cap=max(timeline.peak_in_flight),
+        num_slices=schedule.num_slices,
+    )
+    above = max(0.0, timeline.makespan / bound - 1)
+    return (
+        f"{schedule.name}: {timeline.makespan:.4g}, at most {above:.1%} above the optimum on this "
+        "placement at this peak"
+    )
+
+
+def _first_slice(cost: Costs, num_slices: int) -> Costs:
+    f, b = (cost.of(kind) + cost.more(kind, 0, num_slices) for kind in (Kind.F, Kind.B))
+    return dataclasses.replace(cost, f=f, b=b)
+
+
+def _ways(placement: Placement, costs: Sequence[Costs]) -> tuple[list[float], list[float]]:
+    """Computes, by virtual stage, when the first microbatch's F can start, and how long after the
+    end of that microbatch's last F its B can start."""
+    crosses = [a != b for a, b in itertools.pairwise(placement.stages)]
+    hops = [c.f + (c.message if cross else 0) for c, cross in zip(costs, crosses, strict=False)]
+    backs = [c.b + (c.message if cross else 0) for c, cross in zip(costs[1:], crosses, strict=True)]
+    down = list(itertools.accumulate(hops, initial=0.0))
+    up = list(itertools.accumulate(reversed(backs), initial=0.0))[::-1]
+    return down, up

@@ -6,6 +6,7 @@ SVG is written element by element: the same picture gives the same bytes.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import html
 import itertools
 import math
@@ -13,21 +14,192 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpipe.schedule.actions import Action
-from jaxpipe.schedule.show.exchanges import Exchange, exchanges
-from jaxpipe.schedule.show.looks import (
-    LATE,
-    LOOKS,
-    MESSAGE,
-    PAIR,
-    caption,
-    chunk_of,
-    fill,
-    pairs,
-    shortest,
-    stage_colors,
-)
-from jaxpipe.schedule.simulate import Timeline, in_flight
+from jaxpipe.schedule.actions import Action, Kind
+from jaxpipe.schedule.check import Results
+from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight, kind_durations
+
+
+class Look(NamedTuple):
+    """Look of a kind of action: its colour on a stage's first chunk and on its last, backgrounds of
+    the 256-colour palette for first and other chunks, both with dark text, and its meaning."""
+
+    light: str
+    dark: str
+    shades: tuple[int, int]
+    meaning: str
+
+
+LOOKS = {
+    Kind.F: Look("#9dbdf0", "#27518f", (111, 68), "forward"),
+    Kind.B: Look("#8fdcd2", "#1b7468", (116, 73), "backward, input"),
+    Kind.W: Look("#c3e2ad", "#4f7f30", (150, 107), "backward, weights"),
+    Kind.BW: Look("#f2d38a", "#8f6414", (222, 179), "backward (B and W)"),
+}
+
+MESSAGE, LATE, PAIR = "#555555", "#d1661b", "#222222"
+"""Colours of messages, late ones, and frames of overlapped pairs."""
+
+
+def chunk_of(action: Action, timeline: Timeline) -> int:
+    """Number of the chunk, on its stage, that an action runs."""
+    return timeline.schedule.placement.chunks[action.virtual_stage]
+
+
+def fill(action: Action, timeline: Timeline) -> str:
+    """The color of an action in hexadecimal, from light on the first chunk to dark on the last."""
+    depth = chunk_of(action, timeline) / max(timeline.schedule.num_chunks - 1, 1)
+    return _mixed(LOOKS[action.kind].light, LOOKS[action.kind].dark, depth)
+
+
+def _mixed(light: str, dark: str, depth: float) -> str:
+    channels = (
+        [int(colour[place : place + 2], 16) for colour in (light, dark)] for place in (1, 3, 5)
+    )
+    return "#" + "".join(f"{round(x + depth * (y - x)):02x}" for x, y in channels)
+
+
+def pairs(timeline: Timeline, stage: int) -> list[tuple[float, float]]:
+    """Finds start and end of a stage's overlapped pairs: a forward, and the part that follows it,
+    or all of its tick, where our program runs a full backward as B and W."""
+    together, row = frozenset(timeline.schedule.overlapped), timeline.rows[stage]
+    spans = []
+    for k, forward in enumerate(row):
+        if forward.action not in together:
+            continue
+        last, tick = k + 1, forward.tick
+        while tick is not None and last + 1 < len(row) and row[last + 1].tick == tick:
+            last += 1
+        spans.append((forward.start, row[last].end))
+    return spans
+
+
+def stage_colors(num_stages: int) -> list[str]:
+    """The colors of the stages' curves of memory, from violet over green to ochre."""
+    low, middle, high = "#46327e", "#1fa187", "#d0b400"
+    places = (2 * d / num_stages for d in range(num_stages))
+    return [_mixed(low, middle, x) if x < 1 else _mixed(middle, high, x - 1) for x in places]
+
+
+def shortest(timeline: Timeline) -> float:
+    """A time that no action of a timeline undercuts, and the shortest takes or nearly takes."""
+    # Late in a long timeline an action's end minus its start may round to nothing.
+    durations = kind_durations(timeline.costs)
+    actions = (timed.action for row in timeline.rows for timed in row)
+    least = min(durations[action.virtual_stage][action.kind] for action in actions)
+    # Those of a pair that saves time take at least half as long.
+    return least / 2 if timeline.schedule.overlapped else least
+
+
+def caption(timeline: Timeline) -> str:
+    """One line that describes a timeline and names its clock.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
+      >>> from jaxpipe.schedule.simulate import Costs, simulate
+      >>> caption(simulate(gpipe(2, 2), Costs(1, 1, 1)))
+      'gpipe, p=2 v=1 m=2, (F, B, W)=(1, 1, 1), free-running: makespan 8, bubble 25.0%'
+    """
+    schedule = timeline.schedule
+    chunks = "chunks that differ"
+    if len(set(timeline.costs)) == 1:
+        costs = timeline.costs[0]
+        message = f", message {costs.message:g}" if costs.message else ""
+        attention = f", attention {costs.attention:g}" if costs.attention else ""
+        chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}{attention}"
+    slices = f" k={schedule.num_slices}" if schedule.num_slices > 1 else ""
+    return (
+        f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
+        f"m={schedule.num_microbatches}{slices}, {chunks}, "
+        f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
+    )
+
+
+# Messages between stages.
+
+
+class Exchange(NamedTuple):
+    """A result on its way from one stage to another.
+
+    Args:
+      action: the action whose result it is; B if that is a fused backward.
+      reader: the action that it is for.
+      sender, receiver: stages.
+      sent: when the action ends.
+      arrives: when the receiver may read it: on the clocks that have ticks, at the start of one.
+      read: when its reader starts.
+      tick: tick in which it is sent; None on the free-running clock.
+      late: whether it travels under the layers of the tick after the one that sends it.
+    """
+
+    action: Action
+    reader: Action
+    sender: int
+    receiver: int
+    sent: float
+    arrives: float
+    read: float
+    tick: int | None
+    late: bool
+
+
+def exchanges(timeline: Timeline) -> list[Exchange]:
+    """Finds the messages of a timeline, by time of arrival.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
+      >>> from jaxpipe.schedule.device_clock import device_clock
+      >>> from jaxpipe.schedule.simulate import Costs
+      >>> messages = exchanges(device_clock(gpipe(2, 1), Costs(1, 1, 1)))
+      >>> [(str(message.action), message.arrives) for message in messages]
+      [('0F0', 1.0), ('1B0', 3.0)]
+    """
+    return sorted(_messages(timeline), key=lambda message: message.arrives)
+
+
+def _messages(timeline: Timeline) -> Iterator[Exchange]:
+    """Yields every result that another stage reads. Results are found by their number (`Results`),
+    which a fused backward shares with the B it stands for; nothing reads W's."""
+    results = Results(timeline.schedule)
+    finished = _finished(timeline, results)
+    for stage, row in enumerate(timeline.rows):
+        for timed in row:
+            for needed in results.inputs(timed.action):
+                if (sender := results.stage(needed)) == stage:
+                    continue
+                source = finished[needed]
+                if source.tick is None or timed.tick is None:
+                    late = False
+                    arrives = source.end + timeline.costs[source.action.virtual_stage].message
+                else:
+                    late = timed.tick > source.tick + 1
+                    # A late message travels under the layers of the tick after its sender's.
+                    arrival_tick = source.tick + (2 if late else 1)
+                    arrives = timeline.ticks[arrival_tick][stage]
+                yield Exchange(
+                    results.action(needed),
+                    timed.action,
+                    sender,
+                    stage,
+                    sent=source.end,
+                    arrives=arrives,
+                    read=timed.start,
+                    tick=source.tick,
+                    late=late,
+                )
+
+
+def _finished(timeline: Timeline, results: Results) -> dict[int, TimedAction]:
+    """Timed actions by the number of their result; each ends when its result is there."""
+    finished = {}
+    for row in timeline.rows:
+        for k, timed in enumerate(row):
+            # An overlapped pair gives both results when it ends.
+            last = row[k + 1] if timed.action in timeline.schedule.overlapped else timed
+            if timed.action.kind is not Kind.W:
+                number = results.number(timed.action)
+                finished[number] = dataclasses.replace(timed, end=last.end)
+    return finished
+
 
 __all__ = ["Picture", "TooWideError", "caption", "figure", "text"]
 

@@ -8,8 +8,8 @@ from importlib import resources
 from typing import Any
 
 from jaxpipe.schedule.device_clock import Timelines
-from jaxpipe.schedule.show import looks
-from jaxpipe.schedule.show.exchanges import exchanges
+from jaxpipe.schedule.show import draw
+from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 
@@ -25,8 +25,8 @@ def page(compared: Sequence[Timelines]) -> str:
     """
     data = {
         "schedules": [_schedule(clocks) for clocks in compared],
-        "meanings": {kind.value: look.meaning for kind, look in looks.LOOKS.items()},
-        "exchangeColors": {"message": looks.MESSAGE, "late": looks.LATE, "pair": looks.PAIR},
+        "meanings": {kind.value: look.meaning for kind, look in draw.LOOKS.items()},
+        "exchangeColors": {"message": draw.MESSAGE, "late": draw.LATE, "pair": draw.PAIR},
     }
     # Nothing in a name can then end the script element that holds the data.
     written = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
@@ -44,7 +44,7 @@ def _schedule(clocks: Timelines) -> dict[str, Any]:
     free, schedule = clocks.free_running, clocks.free_running.schedule
     actions = {timed.action for row in free.rows for timed in row}
     colors = {
-        f"{action.kind.value}{looks.chunk_of(action, free)}": looks.fill(action, free)
+        f"{action.kind.value}{draw.chunk_of(action, free)}": draw.fill(action, free)
         for action in sorted(actions, key=str)
     }
     return {
@@ -52,7 +52,7 @@ def _schedule(clocks: Timelines) -> dict[str, Any]:
         "stages": schedule.num_stages,
         "chunks": schedule.num_chunks,
         "colors": colors,
-        "stageColors": looks.stage_colors(schedule.num_stages),
+        "stageColors": draw.stage_colors(schedule.num_stages),
         "timelines": [_timeline(clock) for clock in clocks if clock is not None],
     }
 
@@ -65,10 +65,10 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     ]
     return {
         "clock": timeline.clock,
-        "caption": looks.caption(timeline),
+        "caption": draw.caption(timeline),
         "makespan": timeline.makespan,
         "parts": [[_part(part, timeline) for part in row] for row in timeline.rows],
-        "pairs": [looks.pairs(timeline, stage) for stage in range(len(timeline.rows))],
+        "pairs": [draw.pairs(timeline, stage) for stage in range(len(timeline.rows))],
         "ticks": timeline.ticks,
         "memory": memory,
         "messages": [
@@ -80,5 +80,5 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 def _part(part: TimedAction, timeline: Timeline) -> tuple[Any, ...]:
     action, kind = part.action, part.action.kind.value
-    place = action.virtual_stage, looks.chunk_of(action, timeline), action.microbatch
+    place = action.virtual_stage, draw.chunk_of(action, timeline), action.microbatch
     return str(action), kind, *place, part.start, part.end, part.tick

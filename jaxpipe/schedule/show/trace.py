@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpipe.schedule.show.exchanges import exchanges
-from jaxpipe.schedule.show.looks import chunk_of
+from jaxpipe.schedule.show.draw import chunk_of, exchanges
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 _COLOURS = (

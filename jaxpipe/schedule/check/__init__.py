@@ -1,1 +1,0 @@
-"""Checks that prove whether a schedule can run."""

@@ -1,1 +1,0 @@
-"""Schedules from outside: CSV, JSON, and users' functions."""
