@@ -45,7 +45,7 @@ from benchmarks import harness
 from benchmarks.modelled_steps import pipeline_step
 from benchmarks.plain_steps import plain_step
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
-from jaxpipe.runtime.measure.memory import bytes_beside_arguments, compiled, predicted_bytes
+from jaxpipe.runtime.measure import bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 from models.grouped_matmul import grouped_matmul
 

@@ -32,7 +32,7 @@ from benchmarks.kernels import Use
 from benchmarks.roofline import Roofline, total
 from jaxpipe import schedules
 from jaxpipe.planning.without_devices import use_gpu_flags
-from jaxpipe.runtime.measure.memory import (
+from jaxpipe.runtime.measure import (
     PLAIN_UPDATES,
     bytes_beside_arguments,
     compiled,

@@ -23,7 +23,7 @@ from benchmarks.hlo import PASSES, HloProgram, Instruction, scope_of
 from benchmarks.kernels import Use
 from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s
-from jaxpipe.runtime.measure.memory import compiled
+from jaxpipe.runtime.measure import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers

@@ -31,8 +31,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import harness
-from jaxpipe.runtime.measure import traced
-from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.runtime import measure
+from jaxpipe.runtime.measure import tree_bytes
 from jaxpipe.schedule.simulate import simulate
 from train import checks, configured, loop, run_folder
 from train.command_line import parse
@@ -194,7 +194,7 @@ def modelled(setup: Setup) -> dict[str, float]:
     """
     config, batch = setup.config, setup.batch_shapes
     rng = jax.eval_shape(lambda: setup.rng(0))
-    layers, _ = traced.layers(setup.pipe, batch, rng)
+    layers, _ = measure.traced_layers(setup.pipe, batch, rng)
     splits, own = [layers.kinds[kind].split for kind in layers.kind_of], setup.pipe.layout.layers
     parameters = [tree_bytes(own.local.shape_of(n)) for n in range(len(splits))]
     residuals = [tree_bytes([split.until_b, split.until_w]) for split in splits]

@@ -8,8 +8,7 @@
 =================  =================================================================================
 """
 
-from jaxpipe.runtime.measure.costs import end_costs, layer_costs
-from jaxpipe.runtime.measure.memory import predicted_bytes
-from jaxpipe.runtime.measure.timeline import timeline
+from jaxpipe.runtime.measure import end_costs, layer_costs, predicted_bytes
+from jaxpipe.runtime.timeline import timeline
 
 __all__ = ["end_costs", "layer_costs", "predicted_bytes", "timeline"]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxpipe.files import read_bytes
+from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check import peak_in_flight
@@ -183,3 +185,13 @@ def build(
         check_size(stages, passes, options["chunks"] or (own[0] if own else 1))
     shape = {"stages": stages, "microbatches": microbatches}
     return catalog.build(name, **shape, costs=costs, layer_costs=layer_costs, **options)
+
+
+def read_sizes(path: Path, *, option: str) -> ModelSizes:
+    """Reads a file that ``jaxpipe plan --write-sizes`` wrote, the value of an option."""
+    try:
+        text = read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        refuse([Problem(option, str(path), f"is not text: {error}")])
+        raise AssertionError from error  # refused
+    return ModelSizes.from_json(text, source=str(path))

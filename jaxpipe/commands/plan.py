@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from jaxpipe.commands.predictions import print_parts, read_sizes
-from jaxpipe.commands.printing import output_console, prefixed, print_differences, say, written
+from jaxpipe.commands.options import read_sizes
+from jaxpipe.commands.printing import (
+    output_console,
+    prefixed,
+    print_differences,
+    print_parts,
+    progress_bar,
+    say,
+    written,
+)
 from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.cost import Prediction
@@ -166,13 +174,6 @@ def _unmeasurable(measure: int | None, device: str, config: Path | None) -> list
         rule = f"compiles for {', '.join(COMPILED_FOR)}, and $device is none of them"
         problems.append(Problem("measure", measure, rule, (None,), {"device": device}))
     return problems
-
-
-def progress_bar() -> Progress:
-    """Makes a progress bar on stderr, if that is a terminal; it disappears at the end."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -9,10 +10,15 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from jaxpipe.planning.cost import Prediction
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, which have no terminal width."""
+_DECIMALS = 2
+"""Decimals of a part's number, or more where the largest sum would have fewer than three digits."""
 
 
 def output_console() -> Console:
@@ -92,3 +98,52 @@ def print_differences(
         [[cells[number] for number in kept] for cells in rows],
         title=title,
     )
+
+
+def print_parts(
+    console: Console,
+    title: str,
+    label: str,
+    plans: Sequence[tuple[str, Prediction]],
+    which: str,
+    scale: float,
+) -> None:
+    """Prints seconds or bytes by part, and all of them.
+
+    Args:
+      console: console to print on.
+      title: title of the table.
+      label: heading of the first column.
+      plans: name and plan of each row.
+      which: "seconds" or "bytes".
+      scale: factor to the unit that is shown.
+    """
+    parts = [
+        {**getattr(plan, which), "all": sum(getattr(plan, which).values())} for _, plan in plans
+    ]
+    if which == "bytes" and any(plan.compiled_bytes is not None for _, plan in plans):
+        for row, (_, plan) in zip(parts, plans, strict=True):
+            row["compiled"] = plan.device_bytes
+    largest = scale * max(row["all"] for row in parts)
+    decimals = max(_DECIMALS, _DECIMALS - math.floor(math.log10(largest)))
+    least = 0.5 * 10.0**-decimals
+    shown = [name for name in parts[0] if any(scale * row[name] >= least for row in parts)]
+    rows = [
+        (name, *(_rounded(scale * row[part], decimals) for part in shown))
+        for (name, _), row in zip(plans, parts, strict=True)
+    ]
+    print_table(console, [label, *shown], rows, title=title)
+
+
+def _rounded(value: float, decimals: int) -> str:
+    """Writes three digits or all before the point, and at most so many decimals: 15910, 22.8, 0."""
+    if value < 0.5 * 10.0**-decimals:
+        return "0"
+    return f"{value:.{min(decimals, max(0, 2 - math.floor(math.log10(value))))}f}"
+
+
+def progress_bar() -> Progress:
+    """Makes a progress bar on stderr, if that is a terminal; it disappears at the end."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

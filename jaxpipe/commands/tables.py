@@ -1,4 +1,6 @@
-"""``jaxpipe schedules`` and ``jaxpipe compare``: many schedules in one table."""
+"""``jaxpipe schedules`` and ``jaxpipe compare``: many schedules in one table, in time alone or on
+devices, by the cost model of `jaxpipe plan`.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,173 @@ from jaxpipe.commands.options import (
     check_table,
     layers_of_model,
     message,
+    read_sizes,
     say_written,
 )
-from jaxpipe.commands.plan import progress_bar
-from jaxpipe.commands.predictions import OnDevices, of_schedules, print_parts
-from jaxpipe.commands.printing import output_console, print_table, say
+from jaxpipe.commands.printing import output_console, print_parts, print_table, progress_bar, say
 from jaxpipe.planning.cost import Prediction
-from jaxpipe.planning.plans import SCHEDULES
+from jaxpipe.planning.devices import cluster, find
+from jaxpipe.planning.plans import (
+    SCHEDULES,
+    UNROLLED_LAYERS,
+    Offload,
+    PlacedPlan,
+    Plan,
+    who_computes_ends,
+)
+from jaxpipe.planning.search import fits, predicted
+from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import Timelines, timelines
 from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.problems import Problem, below_one, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.simulate import Costs
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevices:
+    """A model on devices.
+
+    Args:
+      layer_model: file that `jaxpipe plan --write-sizes` wrote of a model; the others need it.
+      batch: rows of a step; by default those of the configuration.
+      data: data shards.
+      replica: groups of data shards that hold the same parts.
+      expert: data shards that have some of a layer's experts each.
+      context: devices that share a layer's sequence.
+      tensor: devices that share a layer's weights.
+      zero: level at which parameters, gradients and optimizer state are sharded over data.
+      remat: none, dots (the default of training on GPUs) or full.
+      on_host: what lies in the host's memory: state (the optimizer's), residuals, or
+        state,residuals.
+      device: v100, a100, h100, h200, b200, cpu, or a file that `jaxpipe measure` wrote.
+      link: links within hosts and between them, as for `plan`.
+      exposed: share of the collectives within layers that nothing hides; 1 for jaxpipe's programs,
+        about 0.1 for systems that run them beside matmuls.
+    """
+
+    layer_model: Path | None = None
+    batch: int | None = None
+    data: int = 1
+    replica: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    zero: int = 0
+    remat: str = "dots"
+    on_host: str = ""
+    device: str = "h100"
+    link: str = "nvlink:8,ib:400"
+    exposed: float = 1.0
+
+    def problems(self, model: ModelSizes, rows: int, microbatches: int) -> list[Problem]:
+        """Lists what does not fit the model, or the microbatches of so many rows."""
+        axes = {"replica": self.replica, "expert": self.expert}
+        if problems := below_one(data=self.data, context=self.context, tensor=self.tensor, **axes):
+            return problems
+        least = microbatches * self.data
+        if rows < 1 or rows % least:
+            rule = f"must be rows for $microbatches on $data shards, a multiple of {least}"
+            others: dict[str, object] = {"microbatches": microbatches, "data": self.data}
+            nearest = (max(1, rows // least) * least,)
+            problems.append(Problem("batch", rows, rule, nearest, others))
+        if self.data % (self.replica * self.expert):
+            rule = "and $expert must divide $data shards together"
+            others = {"expert": self.expert, "data": self.data}
+            problems.append(Problem("replica", self.replica, rule, (1,), others))
+        if unknown := [name for name in self.host_names if name not in Offload._fields]:
+            rule = f"has {', '.join(unknown)}, which cannot lie there"
+            places = (*Offload._fields, ",".join(Offload._fields))
+            problems.append(Problem("on_host", self.on_host, rule, places))
+        if not 0 <= self.exposed <= 1:
+            problems.append(Problem("exposed", self.exposed, "must be a share, 0 to 1", (0.1, 1)))
+        if self.zero not in range(4):
+            problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
+        return problems
+
+    def uncounted(self, model: ModelSizes, slices: int) -> list[Problem]:
+        """Lists what the file of sizes does not know, of sequences in so many slices."""
+        problems = []
+        if self.variant(slices) not in model.variants:
+            known = "; ".join(
+                f"--{name} {', '.join(map(str, dict.fromkeys(values)))}"
+                for name, values in zip(
+                    Variant._fields, zip(*sorted(model.variants), strict=True), strict=True
+                )
+            )
+            own = {"context": self.context, "expert": self.expert, "remat": self.remat}
+            others = own | {"slices": slices}
+            rule = "with $context, $expert, $remat and $slices was not counted; the file knows "
+            rule += known
+            problems.append(Problem("tensor", self.tensor, rule, (), others))
+        return problems
+
+    def variant(self, slices: int) -> Variant:
+        """The options that decide the sizes of the model's layers."""
+        return Variant(self.context, self.tensor, self.remat, self.expert, slices)
+
+    @property
+    def host_names(self) -> list[str]:
+        """The names of what lies on the host."""
+        return self.on_host.split(",") if self.on_host else []
+
+
+def of_schedules(
+    options: Mapping[str, Mapping[str, int]],
+    on: OnDevices,
+    *,
+    stages: int,
+    microbatches: int,
+) -> tuple[dict[str, Prediction], dict[str, str]]:
+    """Predicts what each schedule takes on one mesh, and says why the others do not fit it.
+
+    Args:
+      options: names of schedules, each with its "chunks" and "slices" where these are given.
+      on: a model, and the other axes of the mesh.
+      stages, microbatches: shape of the schedules.
+
+    Raises:
+      ArgumentError: the options do not fit each other.
+    """
+    assert on.layer_model is not None
+    model = read_sizes(on.layer_model, option="layer_model")
+    rows = model.batch_rows if on.batch is None else on.batch
+    refuse(on.problems(model, rows, microbatches))
+    count = stages * on.data * on.context * on.tensor
+    attained = cluster(find(on.device), count, link=on.link)
+    devices = dataclasses.replace(attained, exposed=on.exposed)
+    few = model.num_layers <= UNROLLED_LAYERS * stages
+    shape: dict[str, Any] = {
+        "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
+        "context": on.context, "tensor": on.tensor,
+        "on_host": Offload(**dict.fromkeys(on.host_names, True)),
+        "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
+        "zero": on.zero if on.data > 1 else 0, "weights": "unrolled" if few else "stacked",
+    }  # fmt: skip
+    predictions: dict[str, Prediction] = {}
+    reasons: dict[str, str] = {}
+    entries = {entry.name: entry for entry in catalog.entries()}
+    for name, given in options.items():
+        default = entries[name].default_chunks if name in entries else 1
+        chunks, slices = given.get("chunks", default), given.get("slices", 1)
+        refuse(on.uncounted(model, slices))
+        slots = 2 if on.zero >= 2 and chunks > 1 else 1
+        plan = Plan(schedule=name, chunks=chunks, weight_slots=slots, slices=slices, **shape)
+        if stages * chunks > model.num_layers:
+            reasons[name] = f"{stages * chunks} chunks need as many layers"
+            continue
+        try:
+            choices = [
+                predicted(PlacedPlan(plan._replace(ends=ends), model, devices))
+                for ends in who_computes_ends(model, on.variant(slices), stages)
+            ]
+        except ArgumentError as error:
+            reasons[name] = message(error)
+            continue
+        predictions[name] = min(choices, key=lambda one: (not fits(one), one.step_seconds))
+    return predictions, reasons
+
 
 _NO_DEVICES = OnDevices()
 

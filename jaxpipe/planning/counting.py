@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, Pass, SizedCollective, Sizes
+from jaxpipe.runtime import measure
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layers.split import Split
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.measure import traced
-from jaxpipe.runtime.measure.memory import tree_bytes
+from jaxpipe.runtime.measure import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
@@ -145,7 +145,7 @@ def _counted(
             head_live=_number(head.live),
         )
 
-    return traced.within(pipe, batch, rng, read)
+    return measure.in_trace(pipe, batch, rng, read)
 
 
 def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[str, int]) -> Counted:

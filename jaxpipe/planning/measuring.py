@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.planning.devices import Peaks
-from jaxpipe.runtime.measure.costs import run_seconds
+from jaxpipe.runtime.measure import run_seconds
 
 _AXIS = "devices"
 _SHORT = 2**12

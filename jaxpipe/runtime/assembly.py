@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks, filters
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout import shares
+from jaxpipe.runtime.layout.leaf import most_shares
 from jaxpipe.runtime.layout.moving import LayersOnMesh
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.splits import Splits
@@ -136,7 +136,7 @@ class Assembly:
             gradient_slots=schedule.num_chunks if at_end and self.options.zero < 2 else None,
             own_slots=layers[0].own_arrays,
             pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
-            shares=shares.most([part.piece for part in layers]) if layers[0].in_shares else 1,
+            shares=most_shares([part.piece for part in layers]) if layers[0].in_shares else 1,
             together=self._together,
             overlaps=self._overlaps,
         )

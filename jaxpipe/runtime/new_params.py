@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.alike import Unrolled
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import AxisSplit
+from jaxpipe.runtime.layout.leaf import AxisSplit, Leaf
 from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import is_sequence, mismatches, select

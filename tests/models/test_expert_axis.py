@@ -17,7 +17,7 @@ import toys
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.runtime.measure import traced
+from jaxpipe.runtime import measure
 from models import experts, gpt, grouped_matmul
 from models.blocks import function_of
 
@@ -89,7 +89,7 @@ def test_a_device_has_room_for_the_choices_it_is_sent_or_says_how_many_it_drops(
 def test_weight_gradients_exchange_nothing():
     pipe, _ = pipeline(CONFIG, 4)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}
-    split = traced.layers(pipe, batch, None)[0].kinds[0].split
+    split = measure.traced_layers(pipe, batch, None)[0].kinds[0].split
     assert not any("all_to_all" in str(eqn) for eqn in [*split.again, *split.w])
     assert any("all_to_all" in str(eqn) for eqn in split.b)
 

@@ -19,9 +19,8 @@ import jaxpipe
 from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram, Instruction, pass_of
 from benchmarks.roofline import device_groups
-from jaxpipe.runtime import assembly
-from jaxpipe.runtime.measure import memory
-from jaxpipe.runtime.measure.traced import buffers
+from jaxpipe.runtime import assembly, measure
+from jaxpipe.runtime.measure import buffers
 from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
 
@@ -71,7 +70,7 @@ def batch(microbatches: int = MICROBATCHES):
 @functools.cache
 def step(*case, **given) -> Compiled:
     pipe = make_pipeline(*case, **given)
-    return memory.compiled(pipe, batch(), updates=memory.PLAIN_UPDATES, options=AS_USED)
+    return measure.compiled(pipe, batch(), updates=measure.PLAIN_UPDATES, options=AS_USED)
 
 
 @functools.cache
@@ -224,7 +223,7 @@ def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
 def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(monkeypatch):
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
-    compiled = HloProgram(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
+    compiled = HloProgram(measure.compiled(pipe, batch(16), options=AS_USED).as_text())
     assert sum(layer_flops(compiled)) == 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS["full"]
     body = compiled.tick_loop()
     rows = compiled.computations[body]
@@ -280,7 +279,7 @@ def test_a_step_copies_no_more_of_what_it_is_given_than_with_stacked_weights(zer
         pipe = toys.pipeline("tied", sizes={"stage": 4, "data": 2}, zero=zero, weights=weights)
         updates = optax.adam(1e-2), "step"
         shapes = toys.named("tied").batch(16)
-        text = memory.compiled(pipe, shapes, updates=updates, options=AS_USED).as_text()
+        text = measure.compiled(pipe, shapes, updates=updates, options=AS_USED).as_text()
         copied[weights] = text[text.index("ENTRY") :].count("copy(%param")
     assert copied["unrolled"] <= copied["stacked"]
 
@@ -290,9 +289,9 @@ def test_a_step_copies_no_more_of_what_it_is_given_than_with_stacked_weights(zer
 
 def memory_is_predicted(name, remat, zero, **given) -> None:
     predicted = sum(
-        memory.predicted_bytes(make_pipeline(name, remat, zero, **given), batch()).values()
+        measure.predicted_bytes(make_pipeline(name, remat, zero, **given), batch()).values()
     )
-    compiled = memory.bytes_beside_arguments(step(name, remat, zero, **given))
+    compiled = measure.bytes_beside_arguments(step(name, remat, zero, **given))
     assert compiled == pytest.approx(predicted, rel=0.02)
 
 
@@ -332,8 +331,8 @@ def test_buffers_do_not_depend_on_the_number_of_microbatches():
 def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero):
     config = dataclasses.replace(CONFIG, num_layers=16)
     pipe, adam = make_pipeline(name, "full", zero, config=config, data=data), optax.adam(0.1)
-    predicted = memory.predicted_bytes(pipe, batch(), by_chunk=adam)
-    compiled = memory.compiled(pipe, batch(), updates=(adam, "chunk"), options=AS_USED)
-    assert memory.bytes_beside_arguments(compiled) == pytest.approx(
+    predicted = measure.predicted_bytes(pipe, batch(), by_chunk=adam)
+    compiled = measure.compiled(pipe, batch(), updates=(adam, "chunk"), options=AS_USED)
+    assert measure.bytes_beside_arguments(compiled) == pytest.approx(
         sum(predicted.values()), rel=0.02
     )

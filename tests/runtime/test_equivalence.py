@@ -19,7 +19,7 @@ from covering import covering
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.checks import num_layers
 from jaxpipe.runtime.layers.model import layer_key
-from jaxpipe.runtime.measure.traced import buffers
+from jaxpipe.runtime.measure import buffers
 from jaxpipe.schedule import catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")

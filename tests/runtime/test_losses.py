@@ -23,7 +23,7 @@ from toys import assert_close
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.measure.traced import buffers
+from jaxpipe.runtime.measure import buffers
 
 pytestmark = pytest.mark.pipeline
 

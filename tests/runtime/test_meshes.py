@@ -19,8 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
+from jaxpipe.runtime import measure
 from jaxpipe.runtime import mesh as meshes
-from jaxpipe.runtime.measure import memory
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 DATA_FIRST = {"dp": 2, "fsdp": 2, "pp": 2}
@@ -75,7 +75,7 @@ def test_shapes_and_the_program_that_predicts_memory_are_those_of_any_axes():
     own, same = pipeline(make_mesh(DATA_FIRST), zero=3), usual(4, zero=3)
     found = [jax.eval_shape(p.value_and_grad, p.placed_params, BATCH) for p in (own, same)]
     chex.assert_trees_all_equal_shapes(*found)
-    assert memory._smallest(own).axes == own.axes
+    assert measure._smallest(own).axes == own.axes
 
 
 def test_a_step_compiles_once_and_takes_batches_that_lie_on_the_mesh():

@@ -14,9 +14,8 @@ from covering import some
 
 import jaxpipe
 from jaxpipe.errors import refuse
-from jaxpipe.runtime import host
+from jaxpipe.runtime import host, measure
 from jaxpipe.runtime.layout.placing import HOST_PARTS
-from jaxpipe.runtime.measure import traced
 
 TOY = toys.named("ends", 4)
 BATCH = TOY.batch(8)
@@ -153,8 +152,8 @@ def equations(jaxpr):
 @pytest.mark.pipeline
 def test_all_that_f_keeps_lies_on_the_host_and_nothing_else():
     here, there = (pipeline("zb-v", residuals=place) for place in ("device", "host"))
-    kept = traced.buffers(here, BATCH)
-    assert kept.keys() - traced.buffers(there, BATCH).keys() == {"until_b", "until_w"}
+    kept = measure.buffers(here, BATCH)
+    assert kept.keys() - measure.buffers(there, BATCH).keys() == {"until_b", "until_w"}
     step = jax.make_jaxpr(there.value_and_grad)(there.placed_params, BATCH)
     made = [v.aval for eqn in equations(step.jaxpr) for v in eqn.outvars]
     on_host = {(v.shape, v.dtype) for v in made if v.memory_space == jax.memory.Space.Host}

@@ -15,10 +15,8 @@ from covering import some
 import jaxpipe
 from benchmarks.gpu_overlap import overlapped_one_f_one_b
 from benchmarks.hlo import HloProgram, scope_of
-from jaxpipe.runtime import options
-from jaxpipe.runtime.layout import shares
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.measure import memory
+from jaxpipe.runtime import assembly, measure, options
+from jaxpipe.runtime.layout.leaf import Leaf, most_shares, share_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.dualpipe import dualpipe_v_published
 from jaxpipe.schedule.lowering.lower import lower
@@ -85,7 +83,7 @@ def split(weights: str = "stacked", **given) -> jaxpipe.Pipeline:
 @pytest.mark.parametrize("weights", ["stacked", "unrolled"])
 def test_one_loop_has_the_matmuls_of_all_its_actions(weights):
     pipe, batch = split(weights, pair_layers=True), toys.named("split").batch(12)
-    compiled = memory.compiled(pipe, batch, updates=memory.PLAIN_UPDATES, options=AS_USED)
+    compiled = measure.compiled(pipe, batch, updates=measure.PLAIN_UPDATES, options=AS_USED)
     program, found = HloProgram(compiled.as_text()), collections.defaultdict(set)
     for body in program.tick_bodies().values():
         for loop in program.loops(body):
@@ -111,8 +109,8 @@ def test_predicted_memory_is_the_compiled_one():
         zero=3,
     )
     batch = {"tokens": jax.ShapeDtypeStruct((24, 17), jnp.int32)}
-    predicted = sum(memory.predicted_bytes(pipe, batch).values())
-    assert memory.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
+    predicted = sum(measure.predicted_bytes(pipe, batch).values())
+    assert measure.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
 
 
 def test_pairs_are_the_default_where_matmuls_can_hide_what_layers_communicate(monkeypatch):
@@ -155,7 +153,7 @@ def test_what_has_no_pairs_is_refused(name, schedule, pairs, text):
 )
 def test_equals_the_unpipelined_model(name, stages, zero, layers, count, options, monkeypatch):
     """Layers move in so many shares at most; of 8, one of the toy's arrays does not divide."""
-    monkeypatch.setattr(shares, "most", lambda layers: count)
+    monkeypatch.setattr(assembly, "most_shares", lambda layers: count)
     options |= {"num_layers": layers, "weight_slots": 2, "zero": zero, "microbatches": 8}
     pipe = toys.check("tied", name, {"stage": stages, "data": 2}, **options)
     assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, count)
@@ -163,17 +161,17 @@ def test_equals_the_unpipelined_model(name, stages, zero, layers, count, options
 
 def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
     layer = {"w": Leaf((64, 8), "float32", None, 0, data_parts=2)}
-    assert [shares.most(layer, n) for n in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
+    assert [most_shares(layer, n) for n in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
     # 96 bytes of six rows, three per data shard, would move with every share.
     layer["odd"] = Leaf((6, 4), "float32", None, 0, data_parts=2)
-    assert shares.most(layer, 1) == 2
-    share = shares.share_of(layer, 2)
+    assert most_shares(layer, 1) == 2
+    share = share_of(layer, 2)
     assert (share["w"].shape, share["odd"].shape) == ((32, 8), (6, 4))
 
 
 def executed(pipe, opcode):
     """How many collectives of a kind one step executes for layers, from its compiled text."""
-    program = HloProgram(memory.compiled(pipe, toys.named("tied").batch(32)).as_text())
+    program = HloProgram(measure.compiled(pipe, toys.named("tied").batch(32)).as_text())
     found = 0
     bodies = program.tick_bodies()
     for parts in pipe.table.parts(gathers=pipe.options.zero == 3, reduces=True):
@@ -192,7 +190,7 @@ def executed(pipe, opcode):
 def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
     zero, gathers, reduces, count, monkeypatch
 ):
-    monkeypatch.setattr(shares, "most", lambda layers: count)
+    monkeypatch.setattr(assembly, "most_shares", lambda layers: count)
     schedule = jaxpipe.schedules.build("breadth-first", stages=2, microbatches=8, chunks=4)
     given = {"num_layers": 16, "zero": zero, "weight_slots": 2, "poison": False}
     pipe = toys.pipeline("tied", schedule, toys.ON_DATA, **given)

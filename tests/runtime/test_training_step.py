@@ -15,7 +15,7 @@ from covering import some
 
 import jaxpipe
 from jaxpipe import testing
-from jaxpipe.runtime.measure.memory import compiled
+from jaxpipe.runtime.measure import compiled
 
 pytestmark = pytest.mark.pipeline
 

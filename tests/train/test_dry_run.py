@@ -13,8 +13,7 @@ from tiny_tasks import config
 
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.runtime import assembly
-from jaxpipe.runtime.measure.costs import end_costs, layer_costs
-from jaxpipe.runtime.measure.traced import buffers
+from jaxpipe.runtime.measure import buffers, end_costs, layer_costs
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay
 from models import gpt

@@ -13,10 +13,8 @@ import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.barriers import Carry, overwrite, run_if
-from jaxpipe.runtime.layout import shares
 from jaxpipe.runtime.layout.layer_layout import Body, ChunkSpan, Combine, LayerLayout, cast, largest
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.shares import Share
+from jaxpipe.runtime.layout.leaf import Leaf, Share, read_share, write_share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import (
     Arrays,
@@ -77,7 +75,7 @@ class Stacked(LayerLayout):
         row, share = place
         if share is not None:
             return jax.tree.map(
-                lambda leaf, w: shares.read_share(leaf, w, (row,), share), self.piece, arrays
+                lambda leaf, w: read_share(leaf, w, (row,), share), self.piece, arrays
             )
         return jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(
@@ -90,7 +88,7 @@ class Stacked(LayerLayout):
         row, share = place
         if share is not None:
             return jax.tree.map(
-                lambda leaf, w, value: shares.write_share(leaf, w, (row,), share, value),
+                lambda leaf, w, value: write_share(leaf, w, (row,), share, value),
                 self.piece,
                 arrays,
                 values,
@@ -167,14 +165,14 @@ class Unrolled(LayerLayout):
         row, share = arrays[place.number % len(arrays)], place.share
         if share is None:
             return row
-        return jax.tree.map(lambda leaf, w: shares.read_share(leaf, w, (), share), self.piece, row)
+        return jax.tree.map(lambda leaf, w: read_share(leaf, w, (), share), self.piece, row)
 
     def write(self, arrays: Arrays, place: _UnrolledPlace, values: Stored) -> Arrays:
         number = place.number % len(arrays)
 
         def write(leaf: Leaf, w: jax.Array, value: jax.Array) -> jax.Array:
             if place.share is not None:
-                return shares.write_share(leaf, w, (), place.share, value)
+                return write_share(leaf, w, (), place.share, value)
             value = value.astype(w.dtype)
             return value if place.slot is None else overwrite(w, value, place.slot)
 

@@ -24,9 +24,7 @@ from jax.typing import DTypeLike
 from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3, rounded_to
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import Cut, DevicePart
-from jaxpipe.runtime.layout.shares import Share
+from jaxpipe.runtime.layout.leaf import Cut, DevicePart, Leaf, Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import widened

@@ -22,9 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.runtime.barriers import Carry, run_if, tie
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout
+from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout, Slices, communicate
 from jaxpipe.runtime.layout.packed import Packed
-from jaxpipe.runtime.layout.parts import Slices, communicate
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Placed, Stored, Tree
 

@@ -17,9 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxpipe.runtime.layout.layer_layout import DeviceParts, LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import AxisSplit, Cut, DevicePart, Flat
-from jaxpipe.runtime.layout.shares import Share
+from jaxpipe.runtime.layout.leaf import AxisSplit, Cut, DevicePart, Flat, Leaf, Share
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.parts import AxisSplit
+from jaxpipe.runtime.layout.leaf import AxisSplit, Leaf
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import describe_leaf, is_sequence
 from jaxpipe.runtime.types import Params, Path, Tree

@@ -24,7 +24,7 @@ from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layout.buffers import SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.shares import Share
+from jaxpipe.runtime.layout.leaf import Share
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.options import Options

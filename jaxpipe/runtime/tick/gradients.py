@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
-from jaxpipe.runtime.layout.shares import Share, share_of
+from jaxpipe.runtime.layout.leaf import Share, share_of
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.fixed import (
     Carried,

@@ -14,8 +14,7 @@ from jaxpipe.runtime.barriers import Carry, tie
 from jaxpipe.runtime.float8 import E4M3, scale_for
 from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
-from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.layout.shares import Share, share_of
+from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
 from jaxpipe.runtime.tick.fixed import (
     Fixed,
     LayerWork,

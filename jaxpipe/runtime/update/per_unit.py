@@ -25,7 +25,7 @@ from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Env, Eqn, Eqns
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.layer_layout import Piece
-from jaxpipe.runtime.layout.parts import Cut, DevicePart, communicate
+from jaxpipe.runtime.layout.leaf import Cut, DevicePart, communicate
 from jaxpipe.runtime.layout.whole_model import Layout, TreeLayout, outer_of
 from jaxpipe.runtime.types import Arrays, At, Index, Placed, Shapes, Stored, Tree
 from jaxpipe.runtime.update.units import Slice, Units

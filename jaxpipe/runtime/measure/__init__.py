@@ -1,1 +1,0 @@
-"""Measurements of a program: memory, time per layer, its HLO, and the flags of its compiler."""
