@@ -1,7 +1,5 @@
 """The package as it is imported and installed: light to import, every public name in reach."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """What is refused, in the names of Python, of the command line and of a configuration's fields."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

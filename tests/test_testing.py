@@ -1,7 +1,5 @@
 """Helpers for people's own tests: what is wrong is found, and named."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

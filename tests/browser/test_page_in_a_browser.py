@@ -1,7 +1,5 @@
 """Pages as a person sees and uses them, in a headless Chromium: `make test-browser`."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

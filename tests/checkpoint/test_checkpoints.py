@@ -1,8 +1,6 @@
 """Checkpoints of people's own loops: any pipeline of the same model continues them, or a whole one
 before them."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import threading

@@ -4,8 +4,6 @@
 where imports are done and runs of equal configurations share their compiled step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

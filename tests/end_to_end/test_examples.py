@@ -1,7 +1,5 @@
 """The notebook, the examples and "Your own model" run as they are; traced ones take less time."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -3,8 +3,6 @@
 `examples/maxtext/compare.py` runs MaxText itself, which is no requirement of the tests.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Batches of every model family."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Attention over blocks equals attention with a mask, as a loop and as kernels for GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

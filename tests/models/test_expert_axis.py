@@ -1,7 +1,5 @@
 """Experts over data shards; `test_parallel` compares them with all of them on every device."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Properties of every model family: published sizes, the first loss, dropout, refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """A GPT that a pipeline runs slice by slice is the GPT."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Grouped matmuls and their gradients, beside a loop over groups and over experts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from unittest import mock

@@ -1,7 +1,5 @@
 """Every model on every kind of mesh: loss, gradients and statistics are those of one device."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple

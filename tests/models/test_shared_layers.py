@@ -1,7 +1,5 @@
 """Layers that tensor or context devices share: what each keeps, exchanges and returns."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A model of equal layers, in round numbers; with full rematerialization B runs F again."""
 
-from __future__ import annotations
-
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
 
 NONE, FULL = Variant(1, 1, "none"), Variant(1, 1, "full")

@@ -1,7 +1,5 @@
 """The cost model against what it models: traces, tick tables, clocks, and figures of benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """`jaxpipe measure`, and what a plan makes of its file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

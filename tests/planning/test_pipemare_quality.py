@@ -1,7 +1,5 @@
 """The study's training with old weights is what the asynchronous executor does."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

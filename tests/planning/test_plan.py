@@ -1,7 +1,5 @@
 """The search for a plan, and what the commands print of plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The published runs of benchmarks/published.py: the file is whole, and predictions make sense."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The studies of benchmarks/studies on tiny grids: they run, and theory decides who is ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The trainer's side of plans: what it counts, offers, reads, writes and chooses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib.metadata import EntryPoint
 

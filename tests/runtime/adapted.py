@@ -1,7 +1,5 @@
 """A small model with low-rank adapters on int8 weights, and a table that all layers share."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -11,8 +11,6 @@ mean = 0.9 mean + 0.1 (the mean of x over the microbatch's rows of one data shar
 forward has seen a whole minibatch, its means are averaged over the data shards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The reference's model as a `jaxpipe.Model`, and small runs of it."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """How tests compile, and what."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,7 +1,5 @@
 """Which of many cases every run of the tests tries: the others are slow."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 

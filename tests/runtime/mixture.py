@@ -1,7 +1,5 @@
 """A small mixture of experts: a balance loss, a token-weighted loss, metrics of every kind."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,8 +1,6 @@
 """A small model that is split over model axes: columns and rows of matmuls over "tensor", one of
 them two in one, the vocabulary, and between layers the sequence."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

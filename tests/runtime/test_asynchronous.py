@@ -1,7 +1,5 @@
 """Asynchronous training is exactly that of a slow loop over a weight history, from call to call."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """What the compiled tick loop does and does not contain, read from the HLO."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Results with replicas (hybrid sharding) are in `test_equivalence`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -4,8 +4,6 @@ Of the schedules, eight of different structure are compiled; the tables of all a
 `test_schedules`. Every option meets two or three of them, and every pair of values in a slow test.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """XLA's flags for GPUs reach jax on GPUs only, and none of them can stop a run."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

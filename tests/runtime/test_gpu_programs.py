@@ -1,7 +1,5 @@
 """What benchmarks read from programs that are compiled for GPUs and TPUs."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,7 +1,5 @@
 """Parameters made or read where they belong, and moved from place to place."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

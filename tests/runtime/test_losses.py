@@ -1,7 +1,5 @@
 """Losses, metrics and outputs: as of the unpipelined model, whatever runs it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

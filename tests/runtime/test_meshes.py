@@ -1,7 +1,5 @@
 """Meshes that people already have: axes of other names, several of data, others of one device."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """What users get wrong: every mistake is refused before anything compiles, and the remedy named."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Model axes: layers that several devices share."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

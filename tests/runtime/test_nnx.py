@@ -1,7 +1,5 @@
 """flax nnx modules as pure functions, and whole models of them, in a pipeline and back."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """What lies on the host: optimizer state between steps, residuals until their backward."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

@@ -1,7 +1,5 @@
 """Every optax transformation does on placed parameters what it does on one tree per layer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

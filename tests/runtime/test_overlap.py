@@ -1,7 +1,5 @@
 """Overlap: layers of a forward and a backward in one loop, transfers over data under layers."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

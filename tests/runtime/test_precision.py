@@ -1,8 +1,6 @@
 """Weights in the dtype that layers compute in: cast once per step, and gathered in it; matmuls in
 8-bit floats."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

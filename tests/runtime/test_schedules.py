@@ -1,7 +1,5 @@
 """The table of every schedule, replayed without jax; a few are executed in `test_equivalence`."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import re

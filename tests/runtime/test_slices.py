@@ -1,7 +1,5 @@
 """Slices of a sequence as passes of a pipeline give the gradients of whole sequences."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """F, B and W together are `jax.vjp`, and keep no weights."""
 
-from __future__ import annotations
-
 import functools
 
 import chex

@@ -1,7 +1,5 @@
 """A measured timeline has what the schedule says, in its order, and never breaks a dependency."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

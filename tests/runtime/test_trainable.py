@@ -1,7 +1,5 @@
 """Parameters that are not trained, and parameters that layers share."""
 
-from __future__ import annotations
-
 import functools
 
 import adapted

@@ -1,7 +1,5 @@
 """Training steps: sharded as the ZeRO level says, compiled once, and updated chunk by chunk."""
 
-from __future__ import annotations
-
 import re
 
 import chex

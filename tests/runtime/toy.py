@@ -1,7 +1,5 @@
 """A small model with what a pipeline must get right: vocabulary, dropout, tied tables."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

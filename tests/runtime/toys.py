@@ -1,7 +1,5 @@
 """The small models of these tests by name, their pipelines, and what those are compared with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A small model whose layers differ: shapes, kinds, a value that travels past layers, a state."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Any schedule of the registry, at any shape that fits it, as a strategy of hypothesis."""
 
-from __future__ import annotations
-
 import inspect
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Building blocks: what the published schedules keep follows from their blocks alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

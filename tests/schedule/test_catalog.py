@@ -1,7 +1,5 @@
 """The registry: what it refuses, and schedules of one's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import doctest
 import importlib

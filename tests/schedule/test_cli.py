@@ -1,7 +1,5 @@
 """The jaxpipe command: what it prints and writes, and what bad input gets."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

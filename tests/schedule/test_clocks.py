@@ -1,7 +1,5 @@
 """The clocks: free-running as papers draw it, and that of devices, beside what one would count."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

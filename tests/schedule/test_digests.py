@@ -5,8 +5,6 @@ A change that means to alter schedules writes the digests anew, and its commit s
     python tests/schedule/test_digests.py
 """
 
-from __future__ import annotations
-
 import builtins
 import dataclasses
 import hashlib

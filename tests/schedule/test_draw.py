@@ -1,7 +1,5 @@
 """Drawings and traces show every action and message, at its time, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 from xml.etree import ElementTree

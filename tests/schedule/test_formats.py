@@ -1,7 +1,5 @@
 """Schedules survive trips through PyTorch's CSV and JSON; anything else is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Every registered schedule: complete, in order, with the bubble and peak that the docs state."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Tick tables, replayed: slots, messages, and how often weights are gathered."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

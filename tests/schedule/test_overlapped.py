@@ -1,7 +1,5 @@
 """Overlapped pairs: an F and a backward of another microbatch that run together."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """The page holds what the simulator says, and nothing from elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Layers into chunks: optimal against brute force, and even for equal costs."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Named schedules are at least as good as others' of the same name, in makespan and in peak."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Searches for orders: beside proven optima, the papers' tables, bounds and named schedules."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Schedules that cut sequences into slices: order, bubbles, peaks, and what cannot be sliced."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """The steady state of asynchronous methods: the papers' formulas, and its rows tick by tick."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

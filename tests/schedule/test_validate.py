@@ -1,7 +1,5 @@
 """The validator refuses every schedule that cannot run, says why, shows where, and always ends."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

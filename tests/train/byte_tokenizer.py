@@ -1,7 +1,5 @@
 """A tokenizer of single bytes, as the tokenizers package saves it."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 

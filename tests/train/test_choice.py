@@ -1,7 +1,5 @@
 """What a run has chosen is kept: by its resume, and by all of its processes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What a dry run shows: the bubble of the tables that are executed, parameters and memory."""
 
-from __future__ import annotations
-
 import io
 import types
 

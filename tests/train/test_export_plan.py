@@ -1,7 +1,5 @@
 """Plans as options of other systems."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

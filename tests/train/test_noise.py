@@ -1,7 +1,5 @@
 """The noise scale: its estimates against known noise, and the gradient of one microbatch."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Packed rows hold every prediction of every document once; `test_conversations` has their loss."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

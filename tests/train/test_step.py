@@ -1,7 +1,5 @@
 """Steps of every model family: against the unpipelined model, other layouts, and each other."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import chex

@@ -1,7 +1,5 @@
 """Small configurations of every task, rows for them, and what their first step must equal."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

@@ -4,8 +4,6 @@ It has residual layers and trains on random numbers. Nothing else names it; the 
 ``--task toy_family:Toy`` is all that it takes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal
 
