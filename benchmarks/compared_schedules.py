@@ -24,7 +24,7 @@ def main() -> None:
     for entry in entries():
         shape = {"stages": STAGES, "microbatches": MICROBATCHES, "layer_costs": LAYERS}
         schedule = build(entry.name, **shape)
-        free, device, _ = timelines(schedule, cut_layers(LAYERS, schedule.placement)[1])
+        free, device = timelines(schedule, cut_layers(LAYERS, schedule.placement)[1])
         names.append(f"{entry.name}, v={schedule.num_chunks}")
         bubbles.append((100 * free.bubble_ratio, 100 * device.bubble_ratio))
         peaks.append(free.in_full_stages(max(free.peak_in_flight)))

@@ -52,7 +52,7 @@ def compiled_flops(pipe: jaxpipe.Pipeline, program: HloProgram) -> int:
     layers = {name: flops[loop.name] for name, (loop,) in program.layer_loops().items()}
     runs = {kind: int(np.sum(cell.layers)) for kind, cell in pipe.table.passes.items()}
     head = sum(flops.values()) - sum(layers.values())
-    head *= int(np.sum(pipe.table.head != NONE)) * pipe.schedule.num_stages
+    head *= int(np.sum(pipe.table.outer.head != NONE)) * pipe.schedule.num_stages
     return head + sum(runs[Kind(name)] * count for name, count in layers.items())
 
 

@@ -21,12 +21,12 @@ import tyro
 import jaxpipe
 from benchmarks import bubble, harness
 from jaxpipe import measure
-from jaxpipe.schedule import Costs, Timelines, build, page, timelines
+from jaxpipe.schedule import Costs, Timeline, build, page, timelines
 
 
 def case(
     name: str, stages: int, microbatches: int, layers: int, layer: Costs
-) -> tuple[dict[str, Any], Timelines]:
+) -> tuple[dict[str, Any], list[Timeline]]:
     """One schedule: its row, and its timelines."""
     chunk = Costs(*(layers * getattr(layer, kind) for kind in "fbw"))
     schedule = build(name, stages=stages, microbatches=microbatches, costs=chunk)
@@ -51,7 +51,7 @@ def case(
         "excess ms per action, median": 1e3 * statistics.median(longer),
         "most": 1e3 * max(longer),
     }
-    return row, timelines(measured.schedule, measured.costs, measured=measured)
+    return row, [*timelines(measured.schedule, measured.costs), measured]
 
 
 def main(

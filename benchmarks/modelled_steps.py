@@ -209,9 +209,9 @@ class Trips:
         if name in ("reduce", "store_reduced"):
             return self._pieces(table.reduces, chunk, layer)
         column = {
-            "enter": table.embed != NONE,
-            "leave": table.head != NONE,
-            "embed_gradient": (table.embed_gradient != NONE).sum(axis=1),
+            "enter": table.outer.embed != NONE,
+            "leave": table.outer.head != NONE,
+            "embed_gradient": (table.outer.embed_gradient != NONE).sum(axis=1),
         }[name]
         return int(column[self.tick])
 

@@ -58,12 +58,13 @@ def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> lis
     """Measures forward and backward of a batch, and writes them beside the predicted timelines, as
     a page and as a trace; returns the seconds that each stage spends in its layers."""
     measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
-    clocks = timelines(measured.schedule, measured.costs, measured=measured)
-    predicted = clocks.on("device")
+    free, predicted = timelines(measured.schedule, measured.costs)
     folder = setup.config.folder
     written = trace(predicted, measured, unit_seconds=1.0)
     (folder / run_folder.TIMELINE_TRACE).write_text(json.dumps(written), encoding="utf-8")
-    (folder / run_folder.TIMELINE_PAGE).write_text(page([clocks]), encoding="utf-8")
+    (folder / run_folder.TIMELINE_PAGE).write_text(
+        page([[free, predicted, measured]]), encoding="utf-8"
+    )
     return _work(measured)
 
 

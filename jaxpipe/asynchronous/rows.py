@@ -193,7 +193,9 @@ def steady_table(table: TickTable, steady: SteadyState) -> TickTable:
     return dataclasses.replace(
         table,
         channels=channels,
-        embed_gradient_slot=np.full_like(table.embed_gradient_slot, NONE),
+        outer=table.outer._replace(
+            embed_gradient_slot=np.full_like(table.outer.embed_gradient_slot, NONE)
+        ),
         num_slots={"x": 1, "dy": 1, "crossing": 1}
         | dict.fromkeys(("until_b", "until_w"), steady.residual_slots),
         # A stage sends in every tick in which the pipeline is full.

@@ -236,8 +236,8 @@ def _in_format(
     must_draw: bool = True,
 ) -> str:
     """Writes a timeline in any of the formats, which are all text."""
-    clocks = timelines(schedule, costs)
-    drawn = clocks.on(clock)
+    clocks = free, device = timelines(schedule, costs)
+    drawn = free if clock == "free" else device
     if format == "trace":
         return json.dumps(trace(drawn)) + "\n"
     if format == "html":
@@ -253,7 +253,7 @@ def _in_format(
         if must_draw:
             raise
         drawing = f"Valid, but not drawn. {error}"
-    other_captions = (f"also {draw.caption(c)}" for c in clocks if c is not None and c is not drawn)
+    other_captions = (f"also {draw.caption(c)}" for c in clocks if c is not drawn)
     peaks = ", ".join(f"{drawn.in_full_stages(count):g}" for count in drawn.peak_in_flight)
     idle = ", ".join(f"{ratio:.1%}" for ratio in drawn.stage_bubble_ratios)
     lines = [
@@ -262,7 +262,7 @@ def _in_format(
         f"peak in flight, per stage: {peaks}",
     ]
     if schedule.name == "auto":
-        lines.append(gap(clocks.device))
+        lines.append(gap(device))
     if width is not None:
         lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]
     return "\n".join(lines) + "\n"

@@ -36,11 +36,11 @@ from jaxpipe.planning.plans import (
 from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.schedule import catalog
-from jaxpipe.schedule.device_clock import Timelines, timelines
+from jaxpipe.schedule.device_clock import timelines
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import Costs, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,11 +343,11 @@ def _instead(**given: Any) -> list[Problem]:
     ]
 
 
-def _print_rows(console: Console, compared: Sequence[Timelines]) -> None:
-    sliced = any(free.schedule.num_slices > 1 for free, *_ in compared)
+def _print_rows(console: Console, compared: Sequence[tuple[Timeline, Timeline]]) -> None:
+    sliced = any(free.schedule.num_slices > 1 for free, _ in compared)
     columns = "schedule", "v", *(("k",) if sliced else ()), "peak", "free", "device", "time"
     rows = []
-    for free, device, _ in compared:
+    for free, device in compared:
         peak = free.in_full_stages(max(free.peak_in_flight))
         cells = [free.schedule.name, str(free.schedule.num_chunks)]
         cells += [str(free.schedule.num_slices)] if sliced else []

@@ -511,7 +511,7 @@ def _replayed(
     work = np.sum(list(work_of(table, costs).values()), axis=0)
     if hidden:
         work = work - hidden * paired_layers(program)
-    work[table.head != NONE, table.schedule.placement.stages[-1]] += head
+    work[table.outer.head != NONE, table.schedule.placement.stages[-1]] += head
     seconds, under = 0.0, np.zeros(table.num_ticks)
     for moves, of_layer in zip((table.gathers, table.reduces), moved, strict=True):
         if not of_layer:

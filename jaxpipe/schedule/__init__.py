@@ -44,7 +44,7 @@ Example:
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check import ScheduleError, validate
-from jaxpipe.schedule.device_clock import Timelines, device_clock, timelines
+from jaxpipe.schedule.device_clock import device_clock, timelines
 from jaxpipe.schedule.formats import from_json, is_users, read_csv, to_json, write_csv
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import chunk_costs, partition
@@ -63,7 +63,6 @@ __all__ = [
     "ScheduleError",
     "TimedAction",
     "Timeline",
-    "Timelines",
     "build",
     "chunk_costs",
     "device_clock",

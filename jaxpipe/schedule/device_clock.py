@@ -11,7 +11,7 @@ of each other. Where all stages compute embedding and head together, their sums 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -76,28 +76,10 @@ Clock = Literal["free", "device"]
 """Names of the clocks on the command line; the first is the free-running one."""
 
 
-class Timelines(NamedTuple):
-    """A schedule on both clocks; ``measured`` is None if it has not run."""
-
-    free_running: Timeline
-    device: Timeline
-    measured: Timeline | None = None
-
-    def on(self, clock: Clock | None = None) -> Timeline:
-        """The timeline of one clock; without one, that of devices."""
-        return self.free_running if clock == "free" else self.device
-
-
-def timelines(
-    schedule: Schedule, costs: Costs | Sequence[Costs], *, measured: Timeline | None = None
-) -> Timelines:
-    """Runs a schedule on both clocks; arguments as for `simulate`.
-
-    Args:
-      measured: a step that ran it (`jaxpipe.measure.timeline`), to be shown beside the others;
-        ``measured.costs`` are the mean times of its actions.
-    """
-    return Timelines(simulate(schedule, costs), device_clock(schedule, costs), measured)
+def timelines(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tuple[Timeline, Timeline]:
+    """Runs a schedule on both clocks, the free-running one and that of devices; arguments as for
+    `simulate`."""
+    return simulate(schedule, costs), device_clock(schedule, costs)
 
 
 def replay(
@@ -115,8 +97,9 @@ def replay(
     """
     late = [edge for channel in table.channels for edge in channel.late_edges]
     prompt = [[edge for edges in pairs for edge in edges] for pairs in table.exchanges]
-    enters = table.together & (table.embed != NONE)
-    leaves = table.together & ((table.head != NONE) | (table.embed_gradient != NONE).any(axis=1))
+    outer = table.outer
+    enters = table.together & (outer.embed != NONE)
+    leaves = table.together & ((outer.head != NONE) | (outer.embed_gradient != NONE).any(axis=1))
     # Lists, because numpy takes longer for a few stages.
     now, starts = [0.0] * work.shape[1], list[list[float]]()
     for tick, durations in enumerate(work.tolist()):
@@ -127,7 +110,7 @@ def replay(
         ends = _received(ends, late, [start + message for start in now])
         now = _received(ends, prompt[table.exchange[tick]], [end + message for end in ends])
         if leaves[tick]:
-            now = [max(now) + head * (table.head[tick] != NONE)] * len(now)
+            now = [max(now) + head * (outer.head[tick] != NONE)] * len(now)
     return np.asarray([*starts, now])
 
 

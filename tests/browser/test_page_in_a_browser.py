@@ -193,7 +193,7 @@ def test_pairs_have_a_frame_and_the_pointer_says_so(look):
     clocks = timelines(schedule, Costs(1, 1, 1, overlap=0.5))
     page = look(clocks)
     assert "forward and backward together" in page.locator("#legend").inner_text()
-    parts = clocks.free_running.rows[0]
+    parts = clocks[0].rows[0]
     forward = next(part for part in parts if part.action in schedule.overlapped)
     page.mouse.move(*place(page, 0, 0, (forward.start + forward.end) / 2))
     assert "in an overlapped pair, " in page.locator("#tip").inner_text()

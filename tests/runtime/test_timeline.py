@@ -77,8 +77,8 @@ def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
 
 def test_predicted_and_measured_are_drawn_beside_each_other():
     _, measured = sleeping("1f1b", p=2, m=2, layers=1)
-    clocks = timelines(measured.schedule, measured.costs, measured=measured)
-    events = trace(clocks.device, measured, unit_seconds=1.0)["traceEvents"]
+    free, device = timelines(measured.schedule, measured.costs)
+    events = trace(device, measured, unit_seconds=1.0)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "1f1b, device", 1: "1f1b, measured"}
     predicted, ran = (
@@ -90,7 +90,9 @@ def test_predicted_and_measured_are_drawn_beside_each_other():
     assert max(ends) == pytest.approx(1e6 * measured.makespan)
     arrows = [(e["id"], e["pid"]) for e in events if e["ph"] == "s"]
     assert len({number for number, _ in arrows}) == len(arrows) == 2 * 2 * 2
-    (shown,) = json.loads(page([clocks]).split('id="data">')[1].split("</script>")[0])["schedules"]
+    (shown,) = json.loads(
+        page([[free, device, measured]]).split('id="data">')[1].split("</script>")[0]
+    )["schedules"]
     drawn = [timeline["clock"] for timeline in shown["timelines"]]
     assert drawn == ["free-running", "device", "measured"]
 

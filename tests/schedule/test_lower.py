@@ -65,8 +65,8 @@ def test_a_tick_has_the_parts_that_its_actions_and_messages_need(name):
             if (channel.slot[tick] != NONE).any() or (channel.late_slot[tick] != NONE).any():
                 needed.add(channel.kind)
         assert all(map(one.has, needed))
-        assert one.forward or table.embed[tick] == table.head[tick] == NONE
-        assert one.backward or (table.embed_gradient[tick] == NONE).all()
+        assert one.forward or table.outer.embed[tick] == table.outer.head[tick] == NONE
+        assert one.backward or (table.outer.embed_gradient[tick] == NONE).all()
     both = np.mean([one.forward and one.backward for one in parts])
     assert both <= 1 / 4 or both == 1
 
@@ -115,8 +115,8 @@ def replay(table: TickTable, *, overlaps: bool) -> None:
 
     for tick in range(table.num_ticks):
         outputs = {}
-        if (i := table.embed[tick]) != NONE:
-            put(Kind.F, first, table.embed_slot[tick], 0, i, tick - 1, False)
+        if (i := table.outer.embed[tick]) != NONE:
+            put(Kind.F, first, table.outer.embed_slot[tick], 0, i, tick - 1, False)
         for kind, cell in table.passes.items():
             if kind is Kind.W:
                 continue
@@ -140,15 +140,15 @@ def replay(table: TickTable, *, overlaps: bool) -> None:
                     assert s == NONE or stages[s] == receiver
                     put(channel.kind, receiver, slot[tick, receiver], s, *message, late)
         for i, slot in zip(
-            table.embed_gradient[tick], table.embed_gradient_slot[tick], strict=True
+            table.outer.embed_gradient[tick], table.outer.embed_gradient_slot[tick], strict=True
         ):
             if i != NONE:
                 waits = slot != NONE
                 found = slots.pop((Kind.B, first, int(slot))) if waits else outputs[Kind.B, first]
                 assert found[:2] == (NONE, i)
-        if (i := table.head[tick]) != NONE:
+        if (i := table.outer.head[tick]) != NONE:
             assert outputs[Kind.F, last] == (V, i, tick)
-            put(Kind.B, last, table.head_slot[tick], V - 1, i, tick, False)
+            put(Kind.B, last, table.outer.head_slot[tick], V - 1, i, tick, False)
         before = outputs
     assert ran == 2 * V * table.schedule.num_microbatches
     assert not slots

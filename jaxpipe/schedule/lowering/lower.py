@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, TickTable
+from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, Outer, TickTable
 from jaxpipe.schedule.lowering.transfers import (
     ChunkSlots,
     MoveOptions,
@@ -162,20 +162,14 @@ class Lowering:
         sums = min(gradient_slots or weight_slots, most)
         weights = hold(min(weight_slots, most), self.kinds, load=True, waits=waits)
         gradients = hold(sums, [Kind.W, Kind.BW], load=False, waits=waits or kept)
-        embed, embed_slot = self._uniform(self._enters, slots["x"][0])
-        head, head_slot = self._uniform(self.ticks[Kind.F][-1], slots["dy"][-1])
-        embed_gradient, embed_gradient_slot = self._together(*self._returned)
+        embed = self._uniform(self._enters, slots["x"][0])
+        head = self._uniform(self.ticks[Kind.F][-1], slots["dy"][-1])
         return TickTable(
             schedule=self.schedule,
             layer_counts=self.layer_counts,
             passes={kind: self._pass(kind, weights, gradients) for kind in self.kinds},
             channels=self.channels,
-            embed=embed,
-            embed_slot=embed_slot,
-            head=head,
-            head_slot=head_slot,
-            embed_gradient=embed_gradient,
-            embed_gradient_slot=embed_gradient_slot,
+            outer=Outer(*embed, *head, *self._together(*self._returned)),
             gathers=weights.transfers,
             reduces=gradients.transfers,
             num_slots=dict(self.num_slots),

@@ -105,9 +105,16 @@ class BodyParts(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """The embedding and the head of one tick: see `TickTable`.
+    """The embedding and the head of one tick.
 
-    ``embed_gradient`` and its slot are ``[most in a tick]``, padded with `NONE`.
+    In a table, every field is a column, int32 ``[ticks]`` or ``[ticks, most in a tick]``.
+
+    Args:
+      embed, embed_slot: microbatch that enters, and its inbox slot on the first stage.
+      head, head_slot: microbatch that leaves, and the slot of its cotangent on the last.
+      embed_gradient, embed_gradient_slot: microbatches whose cotangents reach the embedding, and
+        the slots in which they wait on the first stage; `NONE` for this tick's. There are as many
+        as in the fullest tick, padded with `NONE`.
     """
 
     embed: Integer
@@ -239,13 +246,7 @@ class TickTable:
       layer_counts: layers of every virtual stage.
       passes: columns by kind; only kinds the schedule uses.
       channels: the messages.
-      embed, embed_slot: int32 ``[ticks]``: microbatch that enters, and its inbox slot on the first
-        stage.
-      head, head_slot: int32 ``[ticks]``: microbatch that leaves, and the slot of its cotangent on
-        the last.
-      embed_gradient, embed_gradient_slot: int32 ``[ticks, most in a tick]``: microbatches whose
-        cotangents reach the embedding, and the slots in which they wait on the first stage; `NONE`
-        for this tick's.
+      outer: columns of embedding and head.
       gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, and, with slices,
         carry, carry_gradient.
@@ -260,12 +261,7 @@ class TickTable:
     layer_counts: tuple[int, ...]
     passes: dict[Kind, Cell]
     channels: tuple[Channel, ...]
-    embed: np.ndarray
-    embed_slot: np.ndarray
-    head: np.ndarray
-    head_slot: np.ndarray
-    embed_gradient: np.ndarray
-    embed_gradient_slot: np.ndarray
+    outer: Outer
     gathers: Transfers
     reduces: Transfers
     num_slots: dict[str, int]
@@ -275,12 +271,12 @@ class TickTable:
 
     @property
     def num_ticks(self) -> int:
-        return len(self.embed)
+        return len(self.exchange)
 
     @property
     def cotangents_wait(self) -> bool:
         """Whether any cotangent waits for the embedding."""
-        return bool((self.embed_gradient_slot != NONE).any())
+        return bool((self.outer.embed_gradient_slot != NONE).any())
 
     @property
     def pairs(self) -> Pairs:
@@ -308,14 +304,7 @@ class TickTable:
             arrivals=tuple(Arrival(c.slot, c.late_slot) for c in self.channels),
             gather=Transfer(self.gathers.chunk, self.gathers.slot, self.gathers.piece),
             reduce=Transfer(self.reduces.chunk, self.reduces.slot, self.reduces.piece),
-            outer=Outer(
-                embed=self.embed,
-                embed_slot=self.embed_slot,
-                head=self.head,
-                head_slot=self.head_slot,
-                embed_gradient=self.embed_gradient,
-                embed_gradient_slot=self.embed_gradient_slot,
-            ),
+            outer=self.outer,
             exchange=self.exchange,
         )
 
@@ -362,8 +351,8 @@ class TickTable:
                 (c.kind, ((c.slot != NONE) | (c.late_slot != NONE)).any(axis=1))
                 for c in self.channels
             ),
-            (Kind.F, (self.embed != NONE) | (self.head != NONE)),
-            (Kind.B, (self.embed_gradient != NONE).any(axis=1)),
+            (Kind.F, (self.outer.embed != NONE) | (self.outer.head != NONE)),
+            (Kind.B, (self.outer.embed_gradient != NONE).any(axis=1)),
         ]
         forward, backward = (
             np.any([ticks for kind, ticks in used if kind.is_forward == wanted], axis=0)

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from jaxpipe.schedule.device_clock import Timelines
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 
-def page(compared: Sequence[Timelines]) -> str:
-    """Writes schedules, each on all its clocks, as one HTML page that needs no network.
+def page(compared: Sequence[Sequence[Timeline]]) -> str:
+    """Writes schedules, each on some clocks, as one HTML page that needs no network.
 
     Example:
       >>> from jaxpipe.schedule.generators.breadth_first import gpipe
@@ -40,8 +39,8 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _schedule(clocks: Timelines) -> dict[str, Any]:
-    free, schedule = clocks.free_running, clocks.free_running.schedule
+def _schedule(clocks: Sequence[Timeline]) -> dict[str, Any]:
+    free, schedule = clocks[0], clocks[0].schedule
     actions = {timed.action for row in free.rows for timed in row}
     colors = {
         f"{action.kind.value}{draw.chunk_of(action, free)}": draw.fill(action, free)
@@ -53,7 +52,7 @@ def _schedule(clocks: Timelines) -> dict[str, Any]:
         "chunks": schedule.num_chunks,
         "colors": colors,
         "stageColors": draw.stage_colors(schedule.num_stages),
-        "timelines": [_timeline(clock) for clock in clocks if clock is not None],
+        "timelines": list(map(_timeline, clocks)),
     }
 
 
