@@ -4,6 +4,8 @@
     x = x + attention(norm(x)), x = x + mlp(norm(x))       num_layers times
     loss = cross_entropy(norm(x) @ table.T, next tokens)
 
+With ``config.mtp_loss`` a further layer follows, which predicts the tokens after the next.
+
 Weights are float32; matmuls run in ``config.dtype``. Dimension suffixes: B rows, S sequence, T a
 device's part of it, E width.
 """
@@ -75,6 +77,23 @@ class Block(nnx.Module):
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x, documents=None, cache=None, start=0):
+        x, loss, cache = self.run(x, documents, cache, start)
+        x = x if loss is None else WithLoss(x, loss)
+        return x if cache is None else (x, cache)
+
+    def run(self, x, *others):
+        """Returns the new activation, the layer's loss or None, and the cache.
+
+        With ``config.mtp_loss`` an activation is a pair, whose second part goes past the layer.
+        """
+        if self.config.mtp_loss is None:
+            return self.mix(x, *others)
+        x, ahead = x
+        x, loss, cache = self.mix(x, *others)
+        return (x, ahead), loss, cache
+
+    def mix(self, x, documents, cache, start):
+        """Mixes tokens, then numbers of a token, of one residual stream."""
         attended, cache = self.attention(self.attention_norm(x), documents, cache, start)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
@@ -84,9 +103,36 @@ class Block(nnx.Module):
             y, loss = y
         if self.config.post_norm:
             y = self.mlp_post_norm(y)
-        x = x + self.sharing.dropout(self.mlp_dropout, y)
-        x = x if loss is None else WithLoss(x, loss)
-        return x if cache is None else (x, cache)
+        return x + self.sharing.dropout(self.mlp_dropout, y), loss, cache
+
+
+class FurtherBlock(Block):
+    """Predicts the token after the next (DeepSeek-AI 2024, section 2.2).
+
+    Takes the last layer's output and the embeddings of the next tokens. Returns both outputs for
+    the head, so that the model's last norm is here:
+
+        x = final_norm(x)
+        further = further_norm(block(projection(embedding_norm(embeddings), hidden_norm(x))))
+    """
+
+    def __init__(
+        self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing = WHOLE, rngs: nnx.Rngs
+    ):
+        super().__init__(config, kind, sharing=sharing, rngs=rngs)
+        self.final_norm, self.hidden_norm, self.embedding_norm, self.further_norm = (
+            _norm(config, rngs) for _ in range(4)
+        )
+        self.projection = Linear(
+            2 * config.width, config.width, bias=False, stddev=INIT_STDDEV, rngs=rngs
+        )
+
+    def run(self, x, *others):
+        x, ahead = x
+        x = self.final_norm(x)
+        both = jnp.concatenate((self.embedding_norm(ahead), self.hidden_norm(x)), axis=-1)
+        further, loss, cache = self.mix(self.projection(both), *others)
+        return (x, self.further_norm(further)), loss, cache
 
 
 def init(config: GPTConfig, rng: jax.Array) -> PyTree:
@@ -152,6 +198,8 @@ def model(
     learned; targets below 0 are not predicted. With ``documents``, int32 [rows, S], a token only
     sees tokens of its own document, and learned positions begin anew with each document. With
     ``bias_speed`` the model is stateful: `init_state` makes its state, and `end_step` ends a step.
+    With ``mtp_loss`` the loss has a metric "mtp", the mean loss of the tokens after the next; as
+    section 2.2 has it, their sum divided by the number of next tokens is added to the loss.
 
     Args:
       config: the model's shape.
@@ -178,29 +226,43 @@ def model(
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
-        return _embed(config, outer, microbatch, rng, sharing, over)
+        x = _embed(config, outer, microbatch, rng, sharing, over)
+        if config.mtp_loss is None:
+            return x
+        next_ids = sharing.context.own(jnp.roll(_inputs(microbatch), -1, axis=1), 1)
+        return x, vocabulary.lookup(outer["embed"]["table"], next_ids, dtype=x.dtype, **over)
 
     def head_loss(outer, x, microbatch, rng):
         del rng
+
+        def mean_loss(x, targets, weights):
+            return vocabulary.cross_entropy(
+                x,
+                _head_table(config, outer),
+                targets,
+                weights=weights,
+                vocab_size=config.vocab_size,
+                soft_cap=config.logit_soft_cap,
+                **over,
+            )
+
         targets = sharing.context.own(_targets(microbatch), 1)
         weights = targets >= 0 if "targets" in microbatch else None
-        mean = vocabulary.cross_entropy(
-            _final_norm(config, outer, x),
-            _head_table(config, outer),
-            targets,
-            weights=weights,
-            vocab_size=config.vocab_size,
-            soft_cap=config.logit_soft_cap,
-            **over,
-        )
-        if weights is None:
-            return mean
-        num_predicted = weights.sum(dtype=jnp.float32)
-        return Weighted(mean * num_predicted, num_predicted)
+        x, *further = (_final_norm(config, outer, x),) if config.mtp_loss is None else x
+        mean, mtp = mean_loss(x, targets, weights), None
+        num_predicted = (targets >= 0).sum(dtype=jnp.float32)
+        if config.mtp_loss:
+            after, is_predicted = (sharing.context.own(w, 1) for w in _further_targets(microbatch))
+            num_further = is_predicted.sum(dtype=jnp.float32)
+            total = mean_loss(further[0], after, is_predicted) * num_further
+            mean += config.mtp_loss * total / jnp.maximum(num_predicted, 1)
+            mtp = {"mtp": Weighted(total, num_further)}
+        loss = mean if weights is None else Weighted(mean * num_predicted, num_predicted)
+        return loss if mtp is None else (loss, mtp)
 
     def output(outer, x, microbatch, rng):
         del outer, microbatch, rng
-        return sharing.whole(x)
+        return sharing.whole(x if config.mtp_loss is None else x[0])
 
     def carry(x, microbatch, num_slices):
         needed = ["targets", *(["positions"] if config.positions == "learned" else [])]
@@ -227,7 +289,7 @@ def model(
         stage_split=split,
         axes=sharing.axes,
         axis_split=own,
-        carry=carry if config.bias_speed is None else None,
+        carry=carry if config.bias_speed is None and config.mtp_loss is None else None,
         output=output,
     )
 
@@ -249,6 +311,7 @@ def logits(
     Returns:
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
+    config, params, state = main_model(config, params, state)
     config = _for_inference(config)
     x = _embed(config, params, {"tokens": tokens, "targets": tokens}, None, WHOLE, {})
     if config.bias_speed is not None:
@@ -256,6 +319,27 @@ def logits(
     else:
         x, _ = _run_layers(config, params["layers"], x)
     return _scores(config, params, x)
+
+
+def main_model(
+    config: GPTConfig, params: PyTree, state: tuple[PyTree, ...] | None = None
+) -> tuple[GPTConfig, PyTree, tuple[PyTree, ...] | None]:
+    """Makes the model without the further layer of ``mtp_loss``; a model without one is returned.
+
+    Args:
+      config: the model's shape.
+      params: canonical parameters.
+      state: states of the layers, or None.
+    """
+    if config.mtp_loss is None:
+        return config, params, state
+    config = dataclasses.replace(config, mtp_loss=None)
+    *layers, further = params["layers"]
+    if config.layers_are_alike:
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    head = {**params["head"], "norm": further["final_norm"]}
+    params = {**params, "layers": layers, "head": head}
+    return config, params, None if state is None else state[:-1]
 
 
 def empty_caches(config: GPTConfig, num_rows: int, length: int) -> PyTree:
@@ -279,7 +363,7 @@ def next_logits(
     """Plain forward pass of some tokens, which reads the keys and values of those before.
 
     Args:
-      config: the model's shape, without ``bias_speed``.
+      config: the model's shape, without ``bias_speed`` and ``mtp_loss``.
       params: canonical parameters, as `init` returns them.
       tokens: int32 [rows, T].
       caches: from `empty_caches`, or from the call for the tokens before.
@@ -323,6 +407,8 @@ def flops_per_token(config: GPTConfig) -> int:
         num_multiplied -= config.sequence_length * config.width
     if not config.tied:
         num_multiplied -= config.vocab_size * config.width
+    if config.mtp_loss is not None:  # the table is used twice
+        num_multiplied += config.vocab_size * config.width
     num_idle = (config.num_experts or 0) - config.experts_per_token
     per_expert = (3 if config.activation in GATED else 2) * config.width
     num_multiplied -= sum(kind.has_experts for kind in config.layer_kinds) * (
@@ -355,7 +441,9 @@ def _init_outer(config, rng):
     if config.positions == "learned":
         positions_shape = (config.sequence_length, config.width)
         embed["positions"] = INIT_STDDEV * jax.random.normal(positions_rng, positions_shape)
-    head = {"norm": functional(_norm(config, nnx.Rngs(0)))[1]}
+    head = {}
+    if config.mtp_loss is None:
+        head["norm"] = functional(_norm(config, nnx.Rngs(0)))[1]
     if not config.tied:
         head["table"] = INIT_STDDEV * jax.random.normal(head_rng, table_shape)
     return {"embed": embed, "head": head}
@@ -363,7 +451,7 @@ def _init_outer(config, rng):
 
 def _init_layers(config, rng):
     def initial(key, kind):
-        return stateful(Block(config, kind, rngs=nnx.Rngs(key)))[1]
+        return stateful(_block(config, kind, rngs=nnx.Rngs(key)))[1]
 
     kinds = config.layer_kinds
     if config.layers_are_alike:
@@ -392,6 +480,13 @@ def _targets(microbatch):
     return microbatch["targets"] if "targets" in microbatch else whole[:, 1:]
 
 
+def _further_targets(microbatch):
+    """The tokens after the next, and which are predicted: those behind a token that is, too."""
+    targets = _targets(microbatch)
+    after = jnp.roll(targets, -1, axis=1).at[:, -1].set(-1)
+    return after, (targets >= 0) & (after >= 0)
+
+
 def _inputs(microbatch):
     whole = microbatch["tokens"]
     return whole if "targets" in microbatch else whole[:, :-1]
@@ -399,7 +494,11 @@ def _inputs(microbatch):
 
 def _functions(config, kind, sharing=WHOLE):
     """Converts a layer; its arrays are shapes."""
-    return stateful(nnx.eval_shape(lambda: Block(config, kind, sharing=sharing, rngs=nnx.Rngs(0))))
+    return stateful(nnx.eval_shape(lambda: _block(config, kind, sharing=sharing, rngs=nnx.Rngs(0))))
+
+
+def _block(config, kind, **options):
+    return (FurtherBlock if kind.is_further else Block)(config, kind, **options)
 
 
 def _with_state(config, layers, x, state):

@@ -26,10 +26,12 @@ class LayerKind(NamedTuple):
     Args:
       is_local: whether the layer only sees a window of tokens.
       has_experts: whether the layer has a mixture of experts in place of its MLP.
+      is_further: whether the layer predicts the token after the next, behind the model's last one.
     """
 
     is_local: bool
     has_experts: bool
+    is_further: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,9 @@ class GPTConfig(validation.Validated):
         ones are dropped. None has room for all of them.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
+      mtp_loss: coefficient of the loss of a further layer, which predicts the token after the next
+        from the last layer's output and the next token's embedding (multi-token prediction:
+        DeepSeek-AI 2024, section 2.2). The layer is not counted in ``num_layers``; None for none.
 
     Raises:
       ValueError: values that do not fit together, all of them in one message.
@@ -170,6 +175,7 @@ class GPTConfig(validation.Validated):
     device_capacity_factor: float | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    mtp_loss: float | None = None
 
     def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
@@ -184,6 +190,7 @@ class GPTConfig(validation.Validated):
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
+        yield from validation.negative(self, "mtp_loss")
         if self.attention_sinks and (self.attention_soft_cap or self.kv_rank):
             other = "attention_soft_cap" if self.attention_soft_cap else "kv_rank"
             rule, others = f"does not go with ${other}", {other: getattr(self, other)}
@@ -362,7 +369,8 @@ class GPTConfig(validation.Validated):
 
     def without_layer_losses(self) -> GPTConfig:
         """Makes the model as it is evaluated: its loss is only that of the tokens."""
-        return dataclasses.replace(self, balance_loss=0.0, z_loss=0.0)
+        mtp_loss = None if self.mtp_loss is None else 0.0
+        return dataclasses.replace(self, balance_loss=0.0, z_loss=0.0, mtp_loss=mtp_loss)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -370,9 +378,13 @@ class GPTConfig(validation.Validated):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of every layer."""
-        numbers = range(1, self.num_layers + 1)
-        return tuple(LayerKind(self._is_local(n), self._has_experts(n)) for n in numbers)
+        """The kind of every layer, the further one included."""
+        count = self.num_layers
+        numbers = range(1, count + 1 + (self.mtp_loss is not None))
+        return tuple(
+            LayerKind(self._is_local(n), self._has_experts(n), is_further=n > count)
+            for n in numbers
+        )
 
     @property
     def layers_are_alike(self) -> bool:

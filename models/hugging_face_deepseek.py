@@ -42,7 +42,7 @@ _DECODER = Decoder(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
-        "num_nextn_predict_layers": (0,),
+        "num_nextn_predict_layers": (0, 1),
     },
     defaults={"norm_topk_prob": True, "router_bias_update_rate": 0.001},
 )  # fmt: skip
@@ -61,29 +61,42 @@ _MODULES: Modules = {
     "attention/query_norm": "self_attn.q_a_layernorm",
     "attention/query": "self_attn.q_b_proj",
     "attention/out": "self_attn.o_proj",
+    "hidden_norm": "hnorm",
+    "embedding_norm": "enorm",
+    "projection": "eh_proj",
+    "further_norm": "shared_head.norm",
 }
+_MTP_LOSS = 0.1
+"""Coefficient at the end of DeepSeek-V3's training (section 4.2), which folders do not keep."""
 
 
 def _read(fields: Fields, names: set[str]) -> GPTConfig:
     width = fields.size("n_shared_experts") * fields.size("moe_intermediate_size")
     dense = fields.get("first_k_dense_replace") or None
-    return _DECODER.read(fields.extended(shared_width=width, first_k_dense_replace=dense), names)
+    fields = fields.extended(shared_width=width, first_k_dense_replace=dense)
+    # The library writes the number of further layers, but not their weights.
+    has_further = f"model.layers.{fields.layers('num_hidden_layers')}.eh_proj.weight" in names
+    config = _DECODER.read(fields, names)
+    return dataclasses.replace(config, mtp_loss=_MTP_LOSS if has_further else None)
 
 
 def _write(config: GPTConfig) -> dict[str, Any]:
     written = _DECODER.write(config)
     written["n_shared_experts"] = written.pop("shared_width") // config.expert_hidden_width
+    written["num_nextn_predict_layers"] = 0 if config.mtp_loss is None else 1
     return written | {"first_k_dense_replace": config.dense_layers or 0}
 
 
 def _misfits(config: GPTConfig) -> list[str]:
-    found, shared = _DECODER.misfits(config), config.shared_width or 0  # it must be there
+    found = _DECODER.misfits(dataclasses.replace(config, mtp_loss=None))
+    shared = config.shared_width or 0  # it must be there
     return ["shared_width"] if not found and shared % config.expert_hidden_width else found
 
 
 def _modules(config: GPTConfig) -> Modules:
-    """Names queries' projection as the library does without a small vector for queries."""
-    modules = _FAMILY.modules(config)
+    """Names the last norm of a model with a further layer, where it lies in that layer, and
+    queries' projection as the library does without a small vector for queries."""
+    modules = _FAMILY.modules(config) | {"layers/final_norm": "model.norm"}
     if config.query_rank is not None:
         return modules
     return {**modules, "layers/attention/query": ("model.layers.{}.self_attn.q_proj",)}
@@ -97,6 +110,11 @@ _FAMILY = family(
     joined=((".mlp.gate.e_score_correction_bias", (".mlp.gate.bias",)),),
 )
 DEEPSEEK: Family = dataclasses.replace(
-    _FAMILY, read=_read, write=_write, misfits=_misfits, modules=_modules
+    _FAMILY,
+    read=_read,
+    write=_write,
+    misfits=_misfits,
+    modules=_modules,
+    unread=(*_FAMILY.unread, ".embed_tokens.weight", ".shared_head.head.weight"),
 )
 """The family."""

@@ -63,6 +63,7 @@ def sample(
     if failures:
         raise ValueError("\n".join(failures))
     draw, keys = _Draw(temperature, top_k), jax.random.split(rng, num_tokens)
+    config, params, state = gpt.main_model(config, params, state)
     fits = prompt.shape[1] + num_tokens <= config.sequence_length
     if fits and config.bias_speed is None:
         return _sample_with_caches(config, draw, params, prompt, keys)

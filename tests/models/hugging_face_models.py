@@ -77,6 +77,7 @@ DECODERS = {
     ),
 }  # fmt: skip
 """Models of decoder families, by ``model_type``."""
+MTP = dataclasses.replace(DECODERS["deepseek_v3"], mtp_loss=0.1)
 _INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
 
 

@@ -182,3 +182,30 @@ def test_documents_of_a_row_do_not_see_each_other(config):
     alone = jnp.concatenate([row[:, : half + 1], row[:, half:]])
     assert packed == pytest.approx(float(loss_of(config, params, {"tokens": alone})), rel=1e-5)
     assert packed != pytest.approx(float(loss_of(config, params, {"tokens": row})), rel=1e-3)
+
+
+def test_the_token_after_the_next_is_predicted_where_the_next_one_is():
+    """Equation 24 of DeepSeek-V3's report, token by token; -1 marks what is not predicted."""
+    config = dataclasses.replace(TINY, mtp_loss=0.5)
+    model, params = gpt.model(config), init(config, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    tokens, targets = (rng.integers(0, config.vocab_size, (2, 7)) for _ in range(2))
+    targets[0, 3] = targets[1, 6] = -1
+    batch = {"tokens": tokens, "targets": targets}
+    x = model.embed(params, batch, None)
+    np.testing.assert_array_equal(x[1][:, :-1], params["embed"]["table"][tokens[:, 1:]])
+    for layer, own in zip(model.layer, params["layers"], strict=True):
+        x = layer(own, x, batch, None)
+    log_probs = [jax.nn.log_softmax(y @ params["embed"]["table"].T) for y in x]
+    places = [(row, t) for row in range(2) for t in range(7) if targets[row, t] >= 0]
+    following = [(row, t) for row, t in places if t < 6 and targets[row, t + 1] >= 0]
+    first = -sum(log_probs[0][row, t, targets[row, t]] for row, t in places)
+    second = -sum(log_probs[1][row, t, targets[row, t + 1]] for row, t in following)
+
+    loss, metrics = model.head_loss(params, x, batch, None)
+    assert len(places) == loss.weight == 12
+    assert len(following) == metrics["mtp"].weight == 9
+    np.testing.assert_allclose(loss.total, first + 0.5 * second, rtol=1e-5)
+    np.testing.assert_allclose(metrics["mtp"].total, second, rtol=1e-5)
+    evaluated = gpt.model(config.without_layer_losses()).head_loss(params, x, batch, None)
+    np.testing.assert_allclose(evaluated.total, first, rtol=1e-5)

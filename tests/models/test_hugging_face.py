@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_models import BERT, DECODERS, GPT2, LLAMA, RESNET, drawn, rewrite, shard
+from hugging_face_models import BERT, DECODERS, GPT2, LLAMA, MTP, RESNET, drawn, rewrite, shard
 
 import jaxpipe
 from models import bert, gpt, hugging_face, hugging_face_files, resnet
@@ -126,6 +126,34 @@ def test_theirs_is_read_and_ours_is_written(transformers, tmp_path, name):
         )
 
 
+def test_the_further_layer_predicts_as_theirs(transformers, tmp_path, monkeypatch):
+    import torch
+    from transformers.modeling_layers import MtpModel
+
+    params, state = drawn(MTP)
+    hugging_face.save(tmp_path, MTP, params, state)
+    kind = transformers.DeepseekV3ForCausalLM
+    # The library knows the number of the further layer of the one model that was published.
+    pattern = rf"model\.layers\.{MTP.num_layers}.*"
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [pattern])
+    main, notes = kind.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not notes["missing_keys"]
+    assert not notes["unexpected_keys"]
+    assert_equal_logits(MTP, params, state, main.eval())
+
+    ids = np.random.default_rng(0).integers(0, MTP.vocab_size, (3, MTP.sequence_length))
+    hidden = main(torch.tensor(ids), output_hidden_states=True).hidden_states[-1]
+    places, further = torch.arange(1, ids.shape[1])[None], MtpModel.from_pretrained(main).eval()
+    theirs = further.forward_layer(0, hidden[:, :-1], places, None, torch.tensor(ids[:, 1:]))
+    model = gpt.model(MTP)
+    x = model.embed(params, {"tokens": ids, "targets": ids}, None)
+    for layer, own, kept in zip(model.layer, params["layers"], state, strict=True):
+        x, _ = layer(own, x, None, None, kept)
+    np.testing.assert_allclose(x[1][:, :-1], theirs.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
 # Folders; these need no torch.
 
 
@@ -138,8 +166,8 @@ def assert_reads(folder, params, state=None):
 
 @pytest.mark.parametrize(
     "config",
-    [*CONFIGS.values(), LLAMA, dataclasses.replace(LLAMA, tied=True, num_layers=1)],
-    ids=[*CONFIGS, "biases", "tied"],
+    [*CONFIGS.values(), MTP, LLAMA, dataclasses.replace(LLAMA, tied=True, num_layers=1)],
+    ids=[*CONFIGS, "further", "biases", "tied"],
 )
 def test_round_trip_is_exact(tmp_path, config):
     params, state = drawn(config)
@@ -190,6 +218,13 @@ def test_files_in_several_parts_and_in_16_bits(tmp_path):
     assert_reads(tmp_path, params)
 
 
+def published(tensors):
+    """DeepSeek-V3, whose further layer has copies of both tables."""
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    layer = f"model.layers.{MTP.num_layers}"
+    return tensors | {f"{layer}.{k}.weight": tensors[f"{v}.weight"] for k, v in copies.items()}
+
+
 def bare(tensors):
     """GPT-2 without its head's prefix and with causal masks."""
     masks = {f"h.{i}.attn.bias": np.ones((1, 1, 12, 12), np.uint8) for i in range(2)}
@@ -205,10 +240,14 @@ def early(tensors):
     return tensors
 
 
-@pytest.mark.parametrize(("config", "names"), [(GPT2, bare), (BERT, early)], ids=["gpt2", "bert"])
-def test_names_of_bare_and_of_early_files(tmp_path, config, names):
-    params, _ = drawn(config)
-    hugging_face.save(tmp_path, config, params)
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [(GPT2, bare), (BERT, early), (MTP, published)],
+    ids=["gpt2", "bert", "deepseek"],
+)
+def test_names_of_bare_early_and_published_files(tmp_path, config, names):
+    params, state = drawn(config)
+    hugging_face.save(tmp_path, config, params, state)
     rewrite(tmp_path, names)
     assert_reads(tmp_path, params)
 

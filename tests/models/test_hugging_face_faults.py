@@ -87,7 +87,7 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
         ("gpt_oss", "rope_scaling", YARN | {"mscale": 0.5}, "mscale=0.5; it can only be read"),
         ("deepseek_v3", "rope_scaling", YARN | {"mscale_all_dim": 0.5}, "mscale=0.7; it can only"),
         ("deepseek_v3", "rope_interleave", False, "rope_interleave=False; it can only be read"),
-        ("deepseek_v3", "num_nextn_predict_layers", 1, "=1; it can only be read with 0."),
+        ("deepseek_v3", "num_nextn_predict_layers", 2, "=2; it can only be read with 0 or 1."),
         ("deepseek_v3", "topk_group", 5, "groups_per_token=5 must be at most expert_groups=4"),
         ("llama", "rope_parameters", 3, "has rope_parameters=3; it must be an object."),
         ("llama", "tie_word_embeddings", 0, "has tie_word_embeddings=0; it must be true or false."),

@@ -45,9 +45,9 @@ GPT_OSS = GPTConfig(
 )  # fmt: skip
 LATENT = {"kv_rank": 8, "query_rank": 6, "head_size": 4, "rotary_size": 4, "value_size": 6}
 DEEPSEEK = GPTConfig(  # the first step moves no bias, but every microbatch adds to the counts
-    **SHAPE, **LATENT, num_layers=8, num_experts=8, experts_per_token=3, expert_width=8,
+    **SHAPE, **LATENT, num_layers=7, num_experts=8, experts_per_token=3, expert_width=8,
     shared_width=8, router="sigmoid", dense_layers=1, expert_groups=4, groups_per_token=2,
-    score_factor=2.5, bias_speed=0.1,
+    score_factor=2.5, bias_speed=0.1, mtp_loss=0.5,
 )  # fmt: skip
 DROPPING = {"num_experts": 4, "expert_every": 2, "balance_loss": 0.1, "capacity_factor": 0.5}
 RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
@@ -66,6 +66,7 @@ CONFIGS = {
     "mixture-between": dataclasses.replace(
         MIXTURE, expert_every=2, shared_width=4, shared_gate=True, router="sigmoid"
     ),
+    "multi-token": dataclasses.replace(GEMMA, num_layers=7, mtp_loss=0.5),
     "gpt-oss": GPT_OSS,
     "deepseek": DEEPSEEK,
     "latent-attention": dataclasses.replace(
@@ -108,7 +109,7 @@ FEW = {
     ),
     # Without a capacity.
     "deepseek": Case(
-        dataclasses.replace(DEEPSEEK, num_layers=2, dropout=0.0),
+        dataclasses.replace(DEEPSEEK, num_layers=1, dense_layers=None, dropout=0.0),
         *("zb-h1", {"stage": 2, "data": 2, "expert": 2}, 3, "dots"),
     ),
     "resnet-8-batch-norm": Case(

@@ -31,11 +31,12 @@ class GPT(Task):
     data_options = ("mix", "documents")
     data_kind = "text"
     report_file = "sample.txt"
-    free = ("dropout", "balance_loss", "z_loss", "bias_speed")
+    free = ("dropout", "balance_loss", "z_loss", "bias_speed", "mtp_loss")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.units_per_row = self.shape.sequence_length
+        self.num_layers = len(self.shape.layer_kinds)
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
