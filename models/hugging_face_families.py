@@ -220,6 +220,7 @@ FAMILIES = {
     ),
     **DECODERS,
     "deepseek_v3": DEEPSEEK,
+    "kimi_k2": DEEPSEEK,  # Kimi K2 has DeepSeek-V3's architecture, as which it is written
     "bert": Family(
         kind=BERTConfig,
         misfits=lambda config: [],

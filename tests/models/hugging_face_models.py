@@ -77,6 +77,9 @@ DECODERS = {
     ),
 }  # fmt: skip
 """Models of decoder families, by ``model_type``."""
+KIMI = dataclasses.replace(
+    DECODERS["deepseek_v3"], expert_groups=1, groups_per_token=1, score_factor=2.827
+)
 MTP = dataclasses.replace(DECODERS["deepseek_v3"], mtp_loss=0.1)
 _INIT = {GPTConfig: gpt.init, BERTConfig: bert.init, ResNetConfig: resnet.init}
 

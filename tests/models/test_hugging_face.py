@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hugging_face_models import BERT, DECODERS, GPT2, LLAMA, MTP, RESNET, drawn, rewrite, shard
+from hugging_face_models import (
+    BERT,
+    DECODERS,
+    GPT2,
+    KIMI,
+    LLAMA,
+    MTP,
+    RESNET,
+    drawn,
+    rewrite,
+    shard,
+)
 
 import jaxpipe
 from models import bert, gpt, hugging_face, hugging_face_files, resnet
@@ -27,6 +38,7 @@ CONFIGS = {
     "resnet-18": RESNET,
     "resnet-50": dataclasses.replace(RESNET, depth=50),
     **DECODERS,
+    "kimi_k2": KIMI,
 }
 
 
@@ -250,6 +262,18 @@ def test_names_of_bare_early_and_published_files(tmp_path, config, names):
     hugging_face.save(tmp_path, config, params, state)
     rewrite(tmp_path, names)
     assert_reads(tmp_path, params)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
+    """Its folders name a class of their own, of DeepSeek-V3's architecture."""
+    params, state = drawn(KIMI)
+    hugging_face.save(tmp_path, KIMI, params, state)
+    file = tmp_path / "config.json"
+    file.write_text(
+        file.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"')
+    )
+    assert '"kimi_k2"' in file.read_text()
+    assert_reads(tmp_path, params, state)
 
 
 def test_what_is_no_model_that_can_be_read_or_written_is_refused(tmp_path):
