@@ -242,6 +242,16 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
         for name in ("name", "arguments", "ema_decay")
         if (now := getattr(config.optimizer, name)) != (then_ := getattr(before.optimizer, name))
     ]
+    if (before.data.rows is None) != (config.data.rows is None):
+        failures.append(
+            Failure(
+                f"data.rows={config.data.rows} has not the order of the checkpoint in run_dir="
+                f"{config.run_dir}, which has data.rows={before.data.rows}. Nearest valid: "
+                f"{before.data.rows}; or begin another --run-dir with the same weights: "
+                f"--init-from {config.run_dir}.",
+                ("data.rows",),
+            )
+        )
     if saved["data_sha256"] != data_sha256:
         what = "other images" if task.data_kind == "images" else "another tokenizer"
         failures.append(

@@ -69,6 +69,12 @@ class DataConfig(Section):
     mix: dict[str, Weight] = {}
     """More folders with the same tokenizer, each with the weight by which its rows are drawn, such
     as {data/code: 2.5}; path has the weight 1. All held-out rows are from path."""
+    rows: str | None = None
+    """Texts to train on, in place of those of path, that are read and tokenized as the run trains:
+    Parquet or JSON Lines in a file or folder, or module:function that returns a Hugging Face
+    IterableDataset. The tokenizer and the held-out texts, which are left out, are those of path."""
+    column: str = "text"
+    """The column of rows that holds the texts."""
     documents: Literal["joined", "apart", "packed"] = "joined"
     """Whether a GPT's tokens see the documents before theirs in a row ("joined"), or only their own
     ("apart"), and whether rows hold whole documents, as far as they are no longer than a row, with

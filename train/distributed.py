@@ -214,6 +214,23 @@ def local_rows(sharding, num_rows: int) -> np.ndarray:
     return np.flatnonzero(is_local)
 
 
+def furthest(position: Any) -> Any:
+    """Joins the positions in the data of all processes; every process must call it.
+
+    Args:
+      position: a tree of numbers; -1 where another process knows it.
+
+    Returns:
+      The largest number of any process at each place.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    numbers, tree = jax.tree.flatten(position)
+    gathered = multihost_utils.process_allgather(np.array(numbers, np.int32))
+    return jax.tree.unflatten(tree, gathered.reshape(-1, len(numbers)).max(axis=0).tolist())
+
+
 def global_batch(batch: dict[str, np.ndarray], sharding, num_rows: int):
     """Joins every process's rows into one batch of global arrays.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -241,7 +242,7 @@ def _run(
             Metrics(config, goodput, last_step=last, ended=ended, is_writer=is_writer) as metrics,
         ):
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
-            with watchdog.explained():
+            with watchdog.explained(), contextlib.closing(trainer.stream):
                 trainer.begin(begin)
                 is_done = trainer.train()
                 say(console, str(goodput))
@@ -460,7 +461,7 @@ class Trainer:
                 self.checkpoints,
                 self.step,
                 self.mode.to_saved(self.carried),
-                data=self.stream.get_state(),
+                data=distributed.furthest(self.stream.get_state()),
                 run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
                 eval_loss=evaluated["eval_loss"] if is_whole else None,
             )

@@ -18,7 +18,7 @@ import pydantic
 
 from jaxpipe import Model
 from train.config import Config, DataConfig, Section
-from train.data.stream import Examples
+from train.data.stream import Examples, Unnumbered
 from train.data.tokenizer_files import Exported
 from train.errors import Failure
 
@@ -134,7 +134,7 @@ class Task(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def load(self) -> tuple[Examples, Examples]:
+    def load(self) -> tuple[Examples | Unnumbered, Examples]:
         """Loads the examples to train on and the held-out ones.
 
         Raises:
@@ -144,7 +144,7 @@ class Task(abc.ABC):
     def unread_options(self) -> Iterator[Failure]:
         """Yields a failure for every given field of ``data`` that the family does not read."""
         given, default = self.config.data, DataConfig()
-        for name in ("mix", "documents"):
+        for name in ("mix", "documents", "rows"):
             if name not in self.data_options and getattr(given, name) != getattr(default, name):
                 yield Failure(
                     f"data.{name}={getattr(given, name)} has no effect: task={self.config.task} "
@@ -198,7 +198,7 @@ class Task(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def baseline(self, train: Examples, heldout: Examples) -> str:
+    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str:
         """Returns the loss or score of a trivial model of the same data, in words."""
 
     @abc.abstractmethod

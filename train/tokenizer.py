@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train.data.text import END_OF_TEXT
 
 MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
-_ENCODE_GROUP = 32  # documents encoded at a time, in parallel
+ENCODE_GROUP = 32
+"""Documents encoded at a time, in parallel."""
 
 
 def train_tokenizer(
@@ -65,12 +66,16 @@ def encode(
     Returns:
       Tokens ``[num_tokens]``, uint32.
     """
-    last = [tokenizer.token_to_id(end)]
     pieces: list[np.ndarray] = []
-    for start in range(0, len(texts), _ENCODE_GROUP):
-        group = texts[start : start + _ENCODE_GROUP]
-        for encoding in tokenizer.encode_batch_fast(list(group)):
-            ids = encoding.ids
-            pieces.append(np.array(ids if ids[-1:] == last else ids + last, np.uint32))
+    for start in range(0, len(texts), ENCODE_GROUP):
+        group = texts[start : start + ENCODE_GROUP]
+        pieces += encode_group(tokenizer, group, end=end)
         advance(len(group))
     return np.concatenate(pieces)
+
+
+def encode_group(tokenizer: Tokenizer, texts: Sequence[str], *, end: str) -> list[np.ndarray]:
+    """Encodes some documents in parallel, as `encode` does; returns the tokens of each."""
+    last = [tokenizer.token_to_id(end)]
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts))]
+    return [np.array(ids if ids[-1:] == last else ids + last, np.uint32) for ids in encoded]

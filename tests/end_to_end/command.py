@@ -188,7 +188,7 @@ def shared_setup(config: Any, choice: Any = None) -> Any:
     """Makes a `Setup` that has the programs of an earlier one whose steps are the same."""
     from train.step import Setup
 
-    others = {"run_dir", "data.path"}
+    others = {"run_dir", "data.path", "data.rows"}
     others |= {path for path in config.flat() if path.startswith("train.")} - _OF_COMPILED
     fields = [(path, str(value)) for path, value in config.flat().items() if path not in others]
     key = (*fields, choice and str(choice.to_json()))

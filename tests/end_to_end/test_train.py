@@ -249,6 +249,19 @@ def test_dropout_draws_the_same_after_a_resume(trainer, tmp_path):
     assert_same_run(runs[1], runs[0])
 
 
+def test_streamed_text_goes_on_where_it_was(trainer, tmp_path):
+    rows, whole, broken = (tmp_path / name for name in ("rows.jsonl", "whole", "broken"))
+    texts = [path.read_text() for path in sorted(trainer.folder.glob("text/*.txt"))]
+    rows.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    trainer.run("--run-dir", whole, "--data.rows", rows)
+    shutil.copytree(whole, broken)
+    back_to(broken, 9)
+    trainer.run("--run-dir", broken, "--data.rows", rows, "--resume")
+    assert_same_run(broken, whole)
+    finished = trainer.run("--run-dir", broken, "--resume", status=2)
+    assert "error: data.rows=None has not the order of the checkpoint" in finished.err
+
+
 def test_a_dry_run_writes_nothing(toy_trainer, tmp_path):
     run = tmp_path / "run"
     slots = "--pipeline.schedule", "zb-v", "--pipeline.weight-slots", "2"

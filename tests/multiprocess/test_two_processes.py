@@ -1,5 +1,6 @@
 """Two processes of four simulated devices on loopback: one run, the losses of one process."""
 
+import json
 import os
 import shutil
 
@@ -84,6 +85,24 @@ def test_one_process_continues_what_two_have_saved(toy_trainer, tmp_path):
     assert len(steps(run)) == NUM_STEPS + 2
     assert "skipping" not in finished.out
     assert "carries no checksums" not in finished.out
+
+
+@pytest.mark.slow
+def test_two_processes_stream_what_one_does(trainer, tmp_path):
+    """A checkpoint of two has the places of the readers of both; one process continues it."""
+    rows, one, two = (tmp_path / name for name in ("rows", "one", "two"))
+    rows.mkdir()
+    for number, path in enumerate(sorted(trainer.folder.glob("text/*.txt"))):
+        (rows / f"{number}.jsonl").write_text(json.dumps({"text": path.read_text()}))
+    options = *_LAYOUT, "--data.rows", rows
+    trainer.run("--run-dir", one, *options)
+    with trainer.processes(2, "--run-dir", two, *options) as processes:
+        for process in processes:
+            finish(process)
+    _assert_close(two, one)
+    back_to(two, 9)
+    trainer.run("--run-dir", two, "--resume", *options)
+    _assert_close(two, one)
 
 
 @pytest.mark.slow

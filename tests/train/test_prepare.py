@@ -16,9 +16,10 @@ from command import finish, start
 from pyarrow import parquet
 from rich.console import Console
 
+from train.data import rows
 from train.data import text as texts
 from train.data.text import load_tokenizer, read_meta, read_tokens
-from train.prepare import folders, rows
+from train.prepare import folders
 from train.prepare import text as prepare_module
 from train.prepare.__main__ import main
 from train.prepare.text import (
@@ -381,7 +382,9 @@ def test_every_row_becomes_a_document(corpus, monkeypatch, group_bytes):
 
 def test_a_limit_leaves_rows_out_and_says_so(corpus):
     few = {"rows": corpus.rows / "a.parquet", "max_megabytes": 0.002}
-    assert "rows left out (over --max-megabytes)" in _run(corpus, **few)
+    assert "rows left out (over --max-megabytes, as all after a.parquet row 54): 1" in _run(
+        corpus, **few
+    )
     meta = read_meta(corpus.out)
     assert meta.train.bytes + meta.heldout.bytes <= 2000
 

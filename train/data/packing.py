@@ -57,7 +57,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def _positions(tokens: Tokens, token: int) -> np.ndarray:
+def occurrences(tokens: Tokens, token: int) -> np.ndarray:
     """Finds a token, int64 ``[occurrences]``, reading the text part by part."""
     starts = range(0, len(tokens), _READ)
     parts = (np.flatnonzero(tokens[start : start + _READ] == token) + start for start in starts)
@@ -94,9 +94,9 @@ class Packed:
         self._tokens, self._length, self._end = tokens, sequence_length, end_of_text
         self._roles = roles
         if roles is None:
-            starts = np.concatenate(([0], _positions(tokens, end_of_text) + 1))
+            starts = np.concatenate(([0], occurrences(tokens, end_of_text) + 1))
         else:
-            starts = _positions(roles, BEGIN)
+            starts = occurrences(roles, BEGIN)
         predictions = np.append(starts[1:], len(tokens)) - starts - 1
         # Pieces of a document overlap by one token, so that all but its first are predicted.
         pieces = [

@@ -50,6 +50,17 @@ class Uneven(Examples, Protocol):
     costs: np.ndarray
 
 
+@runtime_checkable
+class Unnumbered(Protocol):
+    """Examples that come in an order of their own, endlessly."""
+
+    def batches(
+        self, *, batch_size: int, seed: int, rows: np.ndarray
+    ) -> grain.DatasetIterator[Batch]:
+        """Yields what `stream.batches` does."""
+        ...
+
+
 class Mixture:
     """Several collections of examples as one, numbered one after another.
 
@@ -95,7 +106,7 @@ class Mixture:
 
 
 def batches(
-    examples: Examples,
+    examples: Examples | Unnumbered,
     *,
     batch_size: int,
     seed: int,
@@ -105,7 +116,7 @@ def batches(
     """Yields shuffled batches endlessly.
 
     Each epoch visits all examples in a new order, which depends only on ``seed`` and the epoch. In
-    a `Mixture`, each part has epochs of its own.
+    a `Mixture`, each part has epochs of its own; `Unnumbered` examples have their own order.
 
     Args:
       examples: what to read.
@@ -117,8 +128,7 @@ def batches(
 
     Returns:
       An iterator. ``get_state()`` is a small dict for JSON, and ``set_state()`` continues from it
-      bit-exactly and without delay; the state counts whole batches, so it stays valid when the
-      number of processes changes.
+      bit-exactly and without delay, also when the number of processes changes.
 
     Raises:
       ValueError: there are no examples, or a row or size is out of range.
@@ -126,9 +136,11 @@ def batches(
     check_sizes(batch_size=batch_size)
     if seed < 0:
         raise ValueError(f"train.seed={seed}: must be at least 0. Nearest valid: 0.")
+    chosen = check_rows(rows, batch_size)
+    if isinstance(examples, Unnumbered):
+        return examples.batches(batch_size=batch_size, seed=seed, rows=chosen)
     if len(examples) == 0:
         raise ValueError("There are no examples to train on.")
-    chosen = check_rows(rows, batch_size)
 
     def read(step: int, numbers: np.ndarray) -> Batch:
         if isinstance(examples, Uneven):
@@ -182,10 +194,7 @@ def continue_at(stream: grain.DatasetIterator[Batch], position: dict[str, Any]) 
     Raises:
       ValueError: the position is something else.
     """
-    names = position.keys() if isinstance(position, dict) else None
-    if names != stream.get_state().keys() or not all(
-        type(n) is int and 0 <= n <= _MOST_BATCHES for n in position.values()
-    ):
+    if not _is_like(position, stream.get_state()):
         raise ValueError(f"the position in the data is {shown(position)}")
     stream.set_state(position)
 
@@ -242,6 +251,19 @@ def check_rows(rows: Rows, batch_size: int) -> np.ndarray:
             f"Valid: 0 to {batch_size - 1}."
         )
     return chosen
+
+
+def _is_like(position: Any, state: Any) -> bool:
+    """Says whether a position has the form of a state, with lists of any length."""
+    if isinstance(state, dict):
+        return (
+            isinstance(position, dict)
+            and position.keys() == state.keys()
+            and all(_is_like(position[name], state[name]) for name in state)
+        )
+    if isinstance(state, list):
+        return isinstance(position, list) and all(_is_like(part, state[0]) for part in position)
+    return type(position) is int and 0 <= position <= _MOST_BATCHES
 
 
 def _shuffled(first: int, end: int, seed: int) -> grain.MapDataset[int]:

@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from train.data import tokenizer_files
+from train.data import rows, tokenizer_files
 from train.data.folder import META_FILE, TOKENIZER_FILE
 from train.data.text import (
     BEGIN,
@@ -40,7 +40,7 @@ from train.data.text import (
     write_tokens,
 )
 from train.data.tokenizer_files import Known
-from train.prepare import conversations, folders, rows
+from train.prepare import conversations, folders
 from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
 
 _VOCAB_SIZE = 2048
@@ -65,8 +65,9 @@ class PrepareOptions(folders.DataOptions):
     "user", "content": "..."}, ...]}, for the chat template of --tokenizer. Only the assistant's
     messages are predicted."""
     rows: Path | None = None
-    """In place of text: a Parquet or JSON Lines file with a text in every row, or a folder of such
-    files, of any size. A tokenizer that is learned reads the first 64 MB."""
+    """In place of text: a Parquet or JSON Lines file with a text in every row, a folder of such
+    files, or module:function that returns a Hugging Face IterableDataset, of any size. A tokenizer
+    that is learned reads the first 64 MB."""
     column: str = "text"
     """The column of --rows that holds the texts."""
     vocab_size: int | None = None
@@ -152,7 +153,8 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     if options.rows is not None:
         sizes = ((file.name, str(file.stat().st_size)) for file in rows.find_files(options.rows))
         digest = folders.digest(itertools.chain.from_iterable(sizes))
-        read = rows.groups(options.rows, options.column, options.most_bytes, skipped)
+        shards = rows.find_shards(str(options.rows), options.column, option="--rows")
+        read = rows.groups(shards, options.most_bytes, skipped)
         groups = ([Document(*row) for row in group] for group in read)
     else:
         documents, skipped = collect_documents(options)
@@ -349,11 +351,6 @@ def _check_options(options: PrepareOptions) -> None:
         problems.append(
             f"--conversations={options.conversations} needs the chat template of a tokenizer. "
             "Name its folder with --tokenizer."
-        )
-    if options.rows is not None and not rows.find_files(options.rows):
-        problems.append(
-            f"--rows={options.rows} is neither a file nor a folder with files that end in "
-            f"{' or '.join(rows.ENDINGS)}."
         )
     if options.tokenizer is not None and options.vocab_size is not None:
         problems.append(

@@ -16,7 +16,9 @@ from train.config import Config
 from train.data import text, tokenizer_files
 from train.data.folder import META_FILE
 from train.data.packing import Packed
+from train.data.rows import Shard, find_shards
 from train.data.stream import Examples, Mixture
+from train.data.streamed import Streamed
 from train.errors import Failure
 from train.task import Task
 
@@ -28,7 +30,7 @@ class GPT(Task):
     unit = "tokens"
     loss_unit = "nats"
     slices = True
-    data_options = ("mix", "documents")
+    data_options = ("mix", "documents", "rows")
     data_kind = "text"
     report_file = "sample.txt"
     free = ("dropout", "balance_loss", "z_loss", "bias_speed", "mtp_loss")
@@ -79,31 +81,64 @@ class GPT(Task):
         settings, length = self.config.data, self.shape.sequence_length
         end = None if settings.documents == "joined" else text.end_of_text(settings.path)
 
-        def rows(folder: str, name: str) -> Examples:
-            tokens = text.read_tokens(Path(folder) / name)
+        def rows(tokens: text.Tokens, roles: text.Tokens | None = None) -> Examples:
             if settings.documents == "packed":
                 assert end is not None
-                roles = text.read_roles(folder, name)
                 return Packed(tokens, length, end_of_text=end, roles=roles)
             windows = text.Windows(tokens, length, end_of_text=end)
             sliced = self.config.pipeline.sequence_slices > 1
             return text.WithTargets(windows) if sliced else windows
 
-        train = rows(settings.path, text.TRAIN_FILE)
+        def side(folder: str, name: str) -> Examples:
+            return rows(text.read_tokens(Path(folder) / name), text.read_roles(folder, name))
+
+        heldout = side(settings.path, text.HELDOUT_FILE)
+        if settings.rows is not None:
+            shards = self._shards()
+            folder = Path(settings.path)
+            return Streamed(shards, folder, sequence_length=length, rows=rows), heldout
+        train = side(settings.path, text.TRAIN_FILE)
         if settings.mix:
-            mixed = [rows(folder, text.TRAIN_FILE) for folder in settings.mix]
+            mixed = [side(folder, text.TRAIN_FILE) for folder in settings.mix]
             train = Mixture([train, *mixed], [1.0, *settings.mix.values()])
-        return train, rows(settings.path, text.HELDOUT_FILE)
+        return train, heldout
+
+    def _shards(self) -> list[Shard]:
+        """Lists the shards of the texts to read; raises ValueError if they cannot be read."""
+        settings = self.config.data
+        assert settings.rows is not None
+        return find_shards(settings.rows, settings.column, option="data.rows")
 
     def data_failures(self):
         failures = list(self._path_failures())
         yield from failures
+        if self.config.data.rows is not None:
+            yield from self._rows_failures()
         for folder in map(Path, [] if failures else self.config.data.mix):
             try:
                 self._check_mixed(folder)
             except ValueError as error:
                 message = str(error).replace(f"data.path={folder}", f"data.mix={folder}")
                 yield Failure(message, ("data.mix",))
+
+    def _rows_failures(self) -> Iterator[Failure]:
+        settings = self.config.data
+        if settings.mix:
+            yield Failure(
+                f"data.mix={settings.mix} cannot be drawn beside data.rows={settings.rows}. "
+                "Nearest valid: data.mix={}, and a function that interleaves data sets.",
+                ("data.mix", "data.rows"),
+            )
+        try:
+            if text.read_meta(settings.path).conversations:
+                raise ValueError(
+                    f"data.path={settings.path} holds conversations, and data.rows={settings.rows} "
+                    "texts of which all is predicted. Nearest valid: data.rows=None."
+                )
+            for _ in self._shards()[0].texts():
+                return
+        except ValueError as error:
+            yield Failure(str(error), ("data.rows", "data.column"))
 
     def _check_mixed(self, folder: Path) -> None:
         """Raises ValueError unless the rows of another folder can be drawn beside those of path."""
