@@ -42,7 +42,8 @@ from rich.table import Table
 
 import jaxpipe
 from benchmarks import harness
-from benchmarks.modelled_steps import pipeline_step
+from benchmarks.hlo import HloProgram
+from benchmarks.modelled_steps import modelled
 from benchmarks.plain_steps import plain_step
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
 from jaxpipe.runtime.measure import bytes_beside_arguments, compiled, predicted_bytes
@@ -66,7 +67,8 @@ class Amounts(NamedTuple):
       matmuls: shapes ``(m, k, n)``.
       groups: number of experts of the grouped matmul.
       copied: bytes of the array that is copied.
-      repeats: timed runs of each program.
+      repeats: runs of a kernel that are timed together.
+      steps: likewise of a step.
     """
 
     config: gpt.GPTConfig
@@ -79,6 +81,7 @@ class Amounts(NamedTuple):
     groups: int
     copied: int
     repeats: int
+    steps: int
 
 
 LARGE = Amounts(
@@ -92,21 +95,27 @@ LARGE = Amounts(
         (4096, 2048, 2048), (4096, 2048, 8192), (8192, 8192, 8192), (8192, 8192, 28672),
         (1024, 1024, 1024),
     ),
-    groups=8, copied=2**30, repeats=20,
+    groups=8, copied=2**30, repeats=20, steps=5,
 )  # fmt: skip
 SMALL = Amounts(
     gpt.GPTConfig(
         vocab_size=64, sequence_length=16, num_layers=2, width=32, num_heads=2, dtype="bfloat16"
     ),
     rows=1, microbatches=2, remats=("dots",), schedules=("1f1b",), weights=("unrolled",),
-    matmuls=((32, 32, 32),), groups=2, copied=2**12, repeats=1,
+    matmuls=((32, 32, 32),), groups=2, copied=2**12, repeats=1, steps=1,
 )  # fmt: skip
 
 
 def seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """The median wall time of a run, after one that warms up."""
-    once = functools.partial(run, *args)
-    _, *timed = (harness.seconds(once)[0] for _ in range(1 + repeats))
+    """Wall time of one of several runs that the device is given at once: the median of three
+    times, after one that warms up."""
+
+    def several() -> Any:
+        for _ in range(repeats - 1):
+            run(*args)
+        return run(*args)
+
+    _, *timed = (harness.seconds(several)[0] / repeats for _ in range(4))
     return statistics.median(timed)
 
 
@@ -167,7 +176,8 @@ def rates(amounts: Amounts, device: Device) -> Iterator[Row]:
 
 def timed(amounts: Amounts, name: str, program: jax.stages.Compiled, *args: Any, **kw: Any) -> Row:
     """Times a compiled step, and says how much memory it takes beside its arguments."""
-    taken = seconds(functools.partial(program, **kw), *args, repeats=amounts.repeats)
+    harness.note(name)
+    taken = seconds(functools.partial(program, **kw), *args, repeats=amounts.steps)
     tokens = amounts.microbatches * amounts.rows * amounts.config.sequence_length
     gigabytes = bytes_beside_arguments(program) / 1e9
     return {"step": name, "ms": taken * 1e3, "tokens/s": tokens / taken, "GB": gigabytes}
@@ -203,15 +213,18 @@ def pipeline(amounts: Amounts, schedule: str, weights: str, remat: str) -> jaxpi
 
 
 def pipelined(amounts: Amounts, name: str, pipe: jaxpipe.Pipeline, **xla: str) -> Row:
-    """Times a pipeline's step, compiled with these options of XLA."""
+    """Times a pipeline's step, compiled with these options of XLA, and models it for an H100."""
     batch, params = {"tokens": _tokens(amounts)}, gpt.init(amounts.config, jax.random.key(0))
     program = compiled(pipe, batch, options=xla or None)
-    return timed(amounts, name, program, pipe.place(params), batch, None, states=None)
+    row = timed(amounts, name, program, pipe.place(params), batch, None, states=None)
+    if _on_gpu():
+        step = modelled(pipe, HloProgram(program.as_text()), amounts.config)
+        row["modelled ms"] = step.seconds * 1e3
+    return row
 
 
 def steps(amounts: Amounts) -> Iterator[Row]:
     """Times all steps; "of plain" is the time by that of the faster plain step with that policy."""
-    rows = amounts.rows * amounts.microbatches
     for remat in amounts.remats:
         found = list(plain(amounts, remat))
         best = min(row["ms"] for row in found)
@@ -223,8 +236,6 @@ def steps(amounts: Amounts) -> Iterator[Row]:
                 "predicted GB": sum(predicted.values()) / 1e9,
                 "options": (schedule, weights, remat),
             }
-            if _on_gpu():
-                row["modelled ms"] = pipeline_step(pipe, rows, amounts.config).seconds * 1e3
             found.append(row)
         yield from (row | {"of plain": row["ms"] / best} for row in found)
 

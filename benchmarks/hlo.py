@@ -20,7 +20,7 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _SCOPE = re.compile(
-    r"/(?:(tick_\w+)/while/body/(?:closed_call/)?)?"
+    r"/(?:(tick_\w+)/while/body/(?:(?:closed_call|eval_jaxpr)/)?)?"
     r"((?:BW_|B_)?F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|"
     r"store_reduced|tick_\w+)"
     r'(?:/chunk(\d+)(?:_layer(\d+))?(?:_chunk\d+_layer\d+)*)?/while"'

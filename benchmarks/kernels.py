@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from benchmarks.hlo import HloProgram, Instruction
+from models.grouped_matmul import product_tiles
 
 Shape = tuple[int, ...]
 
@@ -50,7 +51,7 @@ class Kernel:
 _FREE = frozenset(
     {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "call"}
 )
-_FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier"}
+_FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier", "fusion-done"}
 _CUTS = frozenset({"slice", "dynamic-slice", "gather"})
 _RENAMES = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
 _MOVES = frozenset(
@@ -61,7 +62,7 @@ _MOVES = frozenset(
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
 _GROUPED = 'custom_call_target="mosaic_gpu'  # models/grouped_matmul.py
 _BLOCKS = 'custom_call_target="__gpu$xla.gpu.triton"'  # models/flash_kernels.py
-_GROUPED_ROWS = 64  # of a tile in models/grouped_matmul.py
+_CUBLAS = re.compile(r'"__cublas\$(?:lt\$matmul|gemm)".*?"lhs_contracting_dimensions":\[([^\]]*)\]')
 _ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 
@@ -92,7 +93,11 @@ def kernel(
     if _GROUPED in row.text:
         moved = sum(sum(one.bytes) for one in (*read, row))
         return Kernel(Use.MATMUL, _grouped_flops(read, row), moved)
-    if row.opcode == "fusion":
+    if found := _CUBLAS.search(row.text):  # on a GPU; without one, matmuls are fusions
+        summed = math.prod(read[0].shapes[0][int(dim)] for dim in re.findall(r"\d+", found[1]))
+        moved = sum(sum(one.bytes) for one in read) + row.bytes[0]
+        return Kernel(Use.MATMUL, 2 * math.prod(row.shapes[0]) * summed, moved)
+    if row.opcode in ("fusion", "fusion-start"):
         inside = row.calls["calls"]
         flops = program.dot_flops(inside)
         moved, written = _fusion_bytes(program, inside, read)
@@ -212,6 +217,8 @@ def _grouped_flops(read: list[Instruction], row: Instruction) -> int:
     left, right = (one.shapes[0] for one in read[-2:])
     of_kernels = len(row.shapes[0]) == 3
     num_rows, width = left
-    tiles = -(-num_rows // _GROUPED_ROWS) + num_groups - 1
     other = right[-1] if of_kernels else row.shapes[0][1]
-    return 2 * tiles * _GROUPED_ROWS * width * other
+    product = product_tiles(num_rows, num_groups, width, other)
+    rows = 64 if of_kernels else product["block_m"]
+    tiles = -(-num_rows // rows) + num_groups - 1
+    return 2 * tiles * rows * width * other

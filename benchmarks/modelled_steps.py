@@ -115,7 +115,11 @@ def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CON
     """Compiles a pipeline of a GPT for a batch of so many rows, and models it."""
     shape = rows, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    program = HloProgram(compiled(pipe, batch).as_text())
+    return modelled(pipe, HloProgram(compiled(pipe, batch).as_text()), config)
+
+
+def modelled(pipe: jaxpipe.Pipeline, program: HloProgram, config: gpt.GPTConfig) -> Step:
+    """Models a step of a pipeline of a GPT from its compiled program."""
     shapes = weight_shapes(pipe.table.layers_per_chunk, config)
     rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
     roofline, bodies = rooflines[0], program.tick_bodies()

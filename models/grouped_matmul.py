@@ -178,8 +178,23 @@ def _runs_on_hopper(x: jax.Array, shape: tuple[int, ...]) -> bool:
     return getattr(jax.local_devices()[0], "compute_capability", "9.0") == "9.0"
 
 
-def _largest_tile(size: int, tiles: tuple[int, ...]) -> int:
-    return next(tile for tile in tiles if size % tile == 0)
+def product_tiles(num_rows: int, num_groups: int, width: int, product_width: int) -> dict[str, int]:
+    """Chooses how jax's kernel tiles a product, by what was fastest on an H100
+    (docs/benchmarks.md).
+
+    Each group but the first adds a tile of rows that is not full.
+    """
+    if width >= 4096 and product_width % 256 == 0:
+        return {"block_m": 64, "block_n": 256, "max_concurrent_steps": 4, "grid_block_n": 1}
+    rows = 128 if num_rows >= 128 * num_groups else 64
+    return {"block_m": rows, "block_n": min(128, product_width)} | _STEPS
+
+
+_STEPS = {"max_concurrent_steps": 6, "grid_block_n": 8}
+
+
+def _gradient_tile(size: int) -> int:
+    return 64 if size % 128 else 128
 
 
 # Jitted, since jax traces these kernels for a time that grows with the groups.
@@ -187,16 +202,14 @@ def _largest_tile(size: int, tiles: tuple[int, ...]) -> int:
 def _hopper_product(kernels, sizes, transposed, x):
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
+    product_width = kernels.shape[1 if transposed else 2]
     return ragged_dot_mgpu.ragged_dot(
         x,
         kernels,
         group_sizes=sizes,
         transpose_rhs=transposed,
-        block_m=_WARPGROUP_ROWS,  # each group has a tile that is not full
-        block_n=_largest_tile(kernels.shape[1 if transposed else 2], (256, 128, 64)),
         block_k=64,
-        max_concurrent_steps=4,
-        grid_block_n=1,
+        **product_tiles(len(x), len(sizes), x.shape[1], product_width),
     )
 
 
@@ -208,9 +221,8 @@ def _hopper_kernel_gradients(x, dy, sizes):
         x,
         dy,
         group_sizes=sizes,
-        block_m=_largest_tile(x.shape[1], (128, 64)),
-        block_n=_largest_tile(dy.shape[1], (128, 64)),
+        block_m=_gradient_tile(x.shape[1]),
+        block_n=_gradient_tile(dy.shape[1]),
         block_k=64,
-        max_concurrent_steps=4,
-        grid_block_n=1,
+        **_STEPS,
     )

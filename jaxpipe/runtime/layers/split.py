@@ -51,11 +51,16 @@ _COMMUNICATES = ("psum", "reduce_scatter", "all_to_all")
 """Primitives that would communicate again if they were repeated, and whose results are no larger
 than their operands."""
 
+_FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
+"""cuDNN's kernel in `jax.nn.dot_product_attention`; its result is as large as one operand."""
+
 
 def _dots(primitive: Primitive, *args: Tree, **params: Tree) -> bool:
-    """Keeps the outputs of weight matmuls, or their sum where devices sum them up, and the values
-    that devices exchange. Composites that state their FLOPs are matmuls."""
-    if primitive.name in _COMMUNICATES or jaxprs.stated_flops(primitive, params) is not None:
+    """Keeps the outputs of weight matmuls, or their sum where devices sum them up, of fused
+    attention, and the values that devices exchange. Composites that state their FLOPs are kept as
+    well."""
+    kept = *_COMMUNICATES, _FUSED_ATTENTION
+    if primitive.name in kept or jaxprs.stated_flops(primitive, params) is not None:
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
 
@@ -65,8 +70,8 @@ REMAT_POLICIES: dict[str, Policy | None] = {
     "dots": _dots,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Rematerialization by name: keep every residual; keep the outputs of weight matmuls and recompute
-the rest; keep only the layer's input and recompute the layer."""
+"""Rematerialization by name: keep every residual; keep the outputs of weight matmuls and of fused
+attention, and recompute the rest; keep only the layer's input and recompute the layer."""
 
 
 def chosen_remat(remat: str, platform: str) -> str:

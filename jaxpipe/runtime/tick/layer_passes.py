@@ -10,7 +10,8 @@ Rules that keep it fast and correct:
 - no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in
   place;
 - what a gated loop's body reads goes through `tie` with what the loop carries, or XLA hoists its
-  uses out and runs them on idle ticks.
+  uses out and runs them on idle ticks. Of residuals the whole buffers do: XLA for GPUs would copy
+  a layer's values out of them for a barrier, but lets computations read them where they lie.
 """
 
 from __future__ import annotations
@@ -219,8 +220,10 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
 def _backward(work: LayerWork, carried: Carried) -> Carried:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    read = work.weights(), work.residuals(carried, *RESIDUALS_OF_F)
-    (weights, residuals), message = tie(read, carried.messages[INBOX[work.action]])
+    read = work.weights(), carried.residuals
+    (weights, buffers), message = tie(read, carried.messages[INBOX[work.action]])
+    carried = carried.but(residuals=buffers)
+    residuals = work.residuals(carried, *RESIDUALS_OF_F)
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dy = fixed.activation(message, kind.y)
     if kind.carry is not None:
@@ -236,8 +239,10 @@ def _backward(work: LayerWork, carried: Carried) -> Carried:
 
 
 def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
-    read = work.weights(), work.residuals(carried, "until_w", "crossing")
-    (weights, residuals), sums = tie_to_smallest(read, carried.gradients)
+    read = work.weights(), carried.residuals
+    (weights, buffers), sums = tie_to_smallest(read, carried.gradients)
+    carried = carried.but(residuals=buffers)
+    residuals = work.residuals(carried, "until_w", "crossing")
     params = work.params(weights)
     dparams = work.kind.split.backward_weights(params, *residuals, *work.context())
     return _add_gradient(work, carried.but(gradients=sums), dparams)
