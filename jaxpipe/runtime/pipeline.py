@@ -92,9 +92,9 @@ class Pipeline(Assembly):
         gradients at a matmul's output to E5M2, each by its own largest value.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
         ``trainable``, such as "*norm*"; for layers that are alike.
-      remat: keeps every residual ("none"), weight matmuls' outputs ("dots") or inputs ("full");
-        "auto" is "dots" on GPUs, which recompute the rest in less time than they move it, and else
-        "none".
+      remat: keeps every residual ("none"), the outputs of weight matmuls and of fused attention
+        ("dots") or inputs ("full"); "auto" is "dots" on GPUs, which recompute the rest in less time
+        than they move it, and else "none".
       zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
         3 also weights.
       weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
