@@ -219,6 +219,6 @@ def _grouped_flops(read: list[Instruction], row: Instruction) -> int:
     num_rows, width = left
     other = right[-1] if of_kernels else row.shapes[0][1]
     product = product_tiles(num_rows, num_groups, width, other)
-    rows = 64 if of_kernels else product["block_m"]
+    rows = 64 if of_kernels else product.rows
     tiles = -(-num_rows // rows) + num_groups - 1
     return 2 * tiles * rows * width * other

@@ -178,19 +178,24 @@ def _runs_on_hopper(x: jax.Array, shape: tuple[int, ...]) -> bool:
     return getattr(jax.local_devices()[0], "compute_capability", "9.0") == "9.0"
 
 
-def product_tiles(num_rows: int, num_groups: int, width: int, product_width: int) -> dict[str, int]:
-    """Chooses how jax's kernel tiles a product, by what was fastest on an H100
-    (docs/benchmarks.md).
+class Tiles(NamedTuple):
+    """Rows and columns of a tile of a product, of which so many steps are in flight, in turns over
+    so many tiles of columns."""
+
+    rows: int
+    columns: int
+    steps: int = 6
+    turn: int = 8
+
+
+def product_tiles(num_rows: int, num_groups: int, width: int, product_width: int) -> Tiles:
+    """Chooses what was fastest on an H100 (benchmarks/studies/h100.md).
 
     Each group but the first adds a tile of rows that is not full.
     """
     if width >= 4096 and product_width % 256 == 0:
-        return {"block_m": 64, "block_n": 256, "max_concurrent_steps": 4, "grid_block_n": 1}
-    rows = 128 if num_rows >= 128 * num_groups else 64
-    return {"block_m": rows, "block_n": min(128, product_width)} | _STEPS
-
-
-_STEPS = {"max_concurrent_steps": 6, "grid_block_n": 8}
+        return Tiles(64, 256, steps=4, turn=1)
+    return Tiles(128 if num_rows >= 128 * num_groups else 64, min(128, product_width))
 
 
 def _gradient_tile(size: int) -> int:
@@ -203,13 +208,17 @@ def _hopper_product(kernels, sizes, transposed, x):
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     product_width = kernels.shape[1 if transposed else 2]
+    tiles = product_tiles(len(x), len(sizes), x.shape[1], product_width)
     return ragged_dot_mgpu.ragged_dot(
         x,
         kernels,
         group_sizes=sizes,
         transpose_rhs=transposed,
+        block_m=tiles.rows,
+        block_n=tiles.columns,
         block_k=64,
-        **product_tiles(len(x), len(sizes), x.shape[1], product_width),
+        max_concurrent_steps=tiles.steps,
+        grid_block_n=tiles.turn,
     )
 
 
@@ -224,5 +233,6 @@ def _hopper_kernel_gradients(x, dy, sizes):
         block_m=_gradient_tile(x.shape[1]),
         block_n=_gradient_tile(dy.shape[1]),
         block_k=64,
-        **_STEPS,
+        max_concurrent_steps=6,
+        grid_block_n=8,
     )
