@@ -8,18 +8,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxpipe import Appended
 from models import rotary
-from models.block_attention import BLOCK, Scores, block_attention
+from models.block_attention import BLOCK, Scores, block_attention, largest_scores
 from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm
 from models.context import Context
 from models.gpt_config import GPTConfig
 from models.sharing import Sharing
+
+
+class MaxLogits(nnx.Variable):
+    """The largest score of every head since a step began, [N]; 0 without any."""
+
+
+def add_scores(attention: Any, q_BTNH, k_BSKH, documents_BS) -> None:
+    """Renews ``max_logits`` of a module, over all data shards, by the scores of whole sequences."""
+    config, axes = attention.config, attention.sharing.data_axes
+    window = config.window if attention.is_local else None
+    largest_N = largest_scores(
+        q_BTNH, k_BSKH, Scores(config.score_scale, window or 0), documents_BS
+    )
+    largest_N = lax.pmax(largest_N, axes) if axes else largest_N
+    attention.max_logits[...] = jnp.maximum(attention.max_logits[...], largest_N)
 
 
 class Attention(nnx.Module):
@@ -38,6 +55,8 @@ class Attention(nnx.Module):
         )
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(config.num_heads))
+        if config.qk_clip is not None:
+            self.max_logits = MaxLogits(jnp.zeros(config.num_heads))
         if config.qk_norm:
             self.query_norm, self.key_norm = (
                 rms_norm(
@@ -62,6 +81,8 @@ class Attention(nnx.Module):
             turns_H = rotary.frequencies(config, is_local=self.is_local)
             positions_T = start + context.own(jnp.arange(length * context.size), 0)
             q_BTNH, k_BTKH = (rotary.rotate(w, turns_H, positions_T) for w in (q_BTNH, k_BTKH))
+        if config.qk_clip is not None:
+            add_scores(self, q_BTNH, k_BTKH, documents_BS)
         mixed_BTNH, cache = attend(
             context,
             configured(config, self.is_local),

@@ -80,6 +80,38 @@ def block_attention(
     return _attend(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores)
 
 
+def largest_scores(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, scores: Scores, documents_BS: jax.Array | None = None
+) -> jax.Array:
+    """Finds the largest score of each head that is at least 0, among those that attention uses.
+
+    Args:
+      q_BTNH, k_BSKH, documents_BS: as of `block_attention`, of whole sequences.
+      scores: the scores.
+
+    Returns:
+      float32 [N], without a gradient.
+
+    Example:
+      >>> q, k = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 2, 1, 4))
+      >>> largest_scores(q, k, Scores(0.5)).tolist()
+      [2.0, 2.0]
+    """
+    q_BTNH, k_BSKH = map(lax.stop_gradient, (q_BTNH, k_BSKH))
+    options = {"scale": scores.scale, "window": scores.window or k_BSKH.shape[1], "soft_cap": 0.0}
+    blocks = _Blocks(q_BTNH, k_BSKH, k_BSKH, jnp.arange(k_BSKH.shape[1]), documents_BS, **options)
+
+    def of_block(block):
+        def larger(number, largest_KG):
+            _, scores_BKGts, _ = blocks.scores(block, number)
+            return jnp.maximum(largest_KG, scores_BKGts.max(axis=(0, 3, 4)))
+
+        nothing = jnp.zeros(blocks.q.shape[3:5])
+        return lax.fori_loop(blocks.lo[block], blocks.hi[block], larger, nothing)
+
+    return lax.map(of_block, jnp.arange(len(blocks.q))).max(axis=0).reshape(-1)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attend(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores):
     return _attend_and_keep(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores)[0]

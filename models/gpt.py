@@ -151,35 +151,41 @@ def init(config: GPTConfig, rng: jax.Array) -> PyTree:
 
 
 def init_state(config: GPTConfig) -> tuple[PyTree, ...] | None:
-    """Biases and counts of the routers before the first step, all 0; None without ``bias_speed``.
+    """Biases and counts of the routers, and largest scores of heads, before the first step, all 0.
 
     Returns:
-      One tree per layer, float32; ``{}`` for a layer without experts.
+      One tree per layer, float32; ``{}`` for a layer that keeps nothing. None without
+      ``bias_speed`` and ``qk_clip``.
     """
-    if config.bias_speed is None:
+    if not config.has_states:
         return None
     shapes = tuple(_functions(config, kind)[2] for kind in config.layer_kinds)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
 
 
 def end_step(config: GPTConfig, state: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """Moves the routers' biases by the counts of a step's microbatches, and begins to count anew.
+    """Moves the routers' biases by the counts of a step's microbatches, and begins anew.
 
     Args:
       config: the model's shape.
       state: canonical states after the step, the mean over data shards.
     """
-    speed = config.bias_speed
-    assert speed is not None
 
-    def of_layer(layer: PyTree, kind: LayerKind) -> PyTree:
-        if not kind.has_experts:
-            return layer
-        bias, counts = (layer["mlp"]["router"]["selection"][name] for name in ("bias", "counts"))
-        moved = experts.moved_bias(bias, counts, speed)
-        return {"mlp": {"router": {"selection": {"bias": moved, "counts": 0 * counts}}}}
+    def of_layer(layer: PyTree) -> PyTree:
+        ended = jax.tree.map(jnp.zeros_like, layer)
+        if "mlp" in layer:
+            selection = layer["mlp"]["router"]["selection"]
+            assert config.bias_speed is not None
+            moved = experts.moved_bias(selection["bias"], selection["counts"], config.bias_speed)
+            ended["mlp"]["router"]["selection"]["bias"] = moved
+        return ended
 
-    return tuple(map(of_layer, state, config.layer_kinds))
+    return tuple(map(of_layer, state))
+
+
+def max_logits(state: tuple[PyTree, ...]) -> tuple[jax.Array, ...]:
+    """Takes the largest scores of every layer's heads, float32 [heads], from canonical states."""
+    return tuple(layer["attention"]["max_logits"] for layer in state)
 
 
 def model(
@@ -189,6 +195,7 @@ def model(
     tensor_axis: str | None = None,
     context_axis: str | None = None,
     expert_axis: str | None = None,
+    data_axes: tuple[str, ...] = (),
 ) -> Model:
     """Makes the GPT as the three functions that a pipeline runs.
 
@@ -197,9 +204,10 @@ def model(
     documents need it, ``{"tokens", "targets"}``, both [rows, S], with ``positions`` if these are
     learned; targets below 0 are not predicted. With ``documents``, int32 [rows, S], a token only
     sees tokens of its own document, and learned positions begin anew with each document. With
-    ``bias_speed`` the model is stateful: `init_state` makes its state, and `end_step` ends a step.
-    With ``mtp_loss`` the loss has a metric "mtp", the mean loss of the tokens after the next; as
-    section 2.2 has it, their sum divided by the number of next tokens is added to the loss.
+    ``bias_speed`` or ``qk_clip`` the model is stateful: `init_state` makes its state, and
+    `end_step` ends a step. With ``mtp_loss`` the loss has a metric "mtp", the mean loss of the
+    tokens after the next; as section 2.2 has it, their sum divided by the number of next tokens is
+    added to the loss.
 
     Args:
       config: the model's shape.
@@ -209,6 +217,7 @@ def model(
         the sequence, and with stages the vocabulary; None for layers that are not shared.
       context_axis: model axis whose devices share the sequence; None for whole sequences.
       expert_axis: axis of data shards that have some of a layer's experts each; None for all.
+      data_axes: all axes of data shards, as ``qk_clip`` needs them.
 
     Returns:
       The model; with ``vocabulary_axis`` its ``stage_split`` names dimension 0 of every table, with
@@ -222,7 +231,7 @@ def model(
       (3, 8, 16)
     """
 
-    sharing = Sharing(Tensor(tensor_axis), Context(context_axis), expert_axis)
+    sharing = Sharing(Tensor(tensor_axis), Context(context_axis), expert_axis, data_axes)
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
     def embed(outer, microbatch, rng):
@@ -285,11 +294,11 @@ def model(
         embed,
         layer,
         head_loss,
-        stateful=config.bias_speed is not None,
+        stateful=config.has_states,
         stage_split=split,
         axes=sharing.axes,
         axis_split=own,
-        carry=carry if config.bias_speed is None and config.mtp_loss is None else None,
+        carry=None if config.has_states or config.mtp_loss is not None else carry,
         output=output,
     )
 
@@ -324,13 +333,17 @@ def logits(
 def main_model(
     config: GPTConfig, params: PyTree, state: tuple[PyTree, ...] | None = None
 ) -> tuple[GPTConfig, PyTree, tuple[PyTree, ...] | None]:
-    """Makes the model without the further layer of ``mtp_loss``; a model without one is returned.
+    """Makes the model without what it has for training alone: ``mtp_loss`` and ``qk_clip``.
 
     Args:
       config: the model's shape.
       params: canonical parameters.
       state: states of the layers, or None.
     """
+    if config.qk_clip is not None:
+        config = dataclasses.replace(config, qk_clip=None)
+        if state is not None:
+            state = tuple({k: v for k, v in own.items() if k != "attention"} for own in state)
     if config.mtp_loss is None:
         return config, params, state
     config = dataclasses.replace(config, mtp_loss=None)
@@ -472,7 +485,7 @@ def _layer(config, kind, sharing=WHOLE):
         documents = None if microbatch is None else microbatch.get("documents")
         return apply(params, {}, x, documents, cache, start, rng=rng)[0]
 
-    return layer if config.bias_speed is None else stateful_layer
+    return stateful_layer if config.has_states else layer
 
 
 def _targets(microbatch):

@@ -111,6 +111,8 @@ class GPTConfig(validation.Validated):
         ones are dropped. None has room for all of them.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
+      qk_clip: largest score of a head in a step up to which the weights of its queries and keys are
+        left as the optimizer makes them (`models.qk_clip`); None to leave all.
       mtp_loss: coefficient of the loss of a further layer, which predicts the token after the next
         from the last layer's output and the next token's embedding (multi-token prediction:
         DeepSeek-AI 2024, section 2.2). The layer is not counted in ``num_layers``; None for none.
@@ -175,6 +177,7 @@ class GPTConfig(validation.Validated):
     device_capacity_factor: float | None = None
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    qk_clip: float | None = None
     mtp_loss: float | None = None
 
     def problems(self) -> Iterator[Problem]:
@@ -186,7 +189,7 @@ class GPTConfig(validation.Validated):
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
             self, "rope_factor", "norm_epsilon", "attention_soft_cap", "logit_soft_cap",
-            "capacity_factor", "device_capacity_factor", "score_factor",
+            "capacity_factor", "device_capacity_factor", "score_factor", "qk_clip",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
         yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
@@ -195,6 +198,10 @@ class GPTConfig(validation.Validated):
             other = "attention_soft_cap" if self.attention_soft_cap else "kv_rank"
             rule, others = f"does not go with ${other}", {other: getattr(self, other)}
             yield Problem("attention_sinks", True, rule, (False,), others)
+        for name in ("qk_norm", "attention_soft_cap") if self.qk_clip else ():
+            if value := getattr(self, name):
+                rule = "does not go with $" + name + ", which bounds scores"
+                yield Problem("qk_clip", self.qk_clip, rule, (None,), {name: value})
         yield from self._rotary_problems()
         if small:
             return
@@ -362,6 +369,11 @@ class GPTConfig(validation.Validated):
     def residual_stddev(self) -> float:
         """Deviation for two branches per layer that are summed (Radford et al. 2019, sec. 2.3)."""
         return INIT_STDDEV / math.sqrt(2 * self.num_layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states."""
+        return self.bias_speed is not None or self.qk_clip is not None
 
     @property
     def has_layer_losses(self) -> bool:

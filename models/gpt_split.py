@@ -34,13 +34,13 @@ def of_parameters(
       sharing: the devices that share layers.
 
     Returns:
-      None if these axes split no array.
+      None if layers name no axes.
     """
     axis, expert_axis = sharing.tensor.axis, sharing.expert_axis
     if expert_axis is not None and config.num_experts is None:
         raise ValueError(f"expert_axis={expert_axis!r}: there are no experts: num_experts=None.")
     if axis is None and expert_axis is None:
-        return None
+        return {"layers": None} if sharing.data_axes else None
     counts = config.num_heads, config.kv_heads, config.kv_heads
     widths = tuple(n * config.head_width for n in counts)
 

@@ -50,8 +50,8 @@ LEAVES = {
 """The library's names for a module's parameters and statistics; our tables are modules there."""
 
 
-COUNTS = "counts"
-"""States by this name are 0 between steps, and not kept."""
+PASSING = ("counts", "max_logits")
+"""States by these names are 0 between steps, and not kept."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -132,7 +132,7 @@ class Folder:
         return jax.tree.map(lambda leaf: leaf(), leaves)
 
     def _leaf(self, path: Any, shape: jax.ShapeDtypeStruct, *number: int) -> np.ndarray:
-        if path[-1].key == COUNTS:
+        if path[-1].key in PASSING:
             return np.zeros(shape.shape, np.float32)
         names = self._names[_path(path)]
         layers = [names.layers[n] for n in number or range(len(names.layers))]
@@ -225,7 +225,7 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
     """Lists the model's arrays under the library's names."""
     names, tensors = _names(family, config), dict[str, np.ndarray]()
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
-        if path[-1].key == COUNTS:
+        if path[-1].key in PASSING:
             continue
         theirs, array = names[_path(path)], np.asarray(value)
         layers = array if theirs.stacked else [array]
@@ -263,7 +263,7 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
     modules = family.modules(config)
     names = {}
     for path, shape in jax.tree_util.tree_leaves_with_path(_shapes(family, config)):
-        if path[-1].key == COUNTS:
+        if path[-1].key in PASSING:
             continue
         _, *keys = _path(path).split("/")
         numbers: list[int] | None = None

@@ -30,7 +30,7 @@ _COMMON = {
 }
 _RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
 """Properties with the values that None stands for."""
-OF_TRAINING = {"dropout", "dtype", "z_loss"}
+OF_TRAINING = {"dropout", "dtype", "z_loss", "qk_clip"}
 """Fields that ``config.json`` does not keep."""
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import rotary
-from models.attention import attend, configured
+from models.attention import MaxLogits, add_scores, attend, configured
 from models.blocks import INIT_STDDEV, Linear, rms_norm
 from models.gpt_config import GPTConfig
 from models.sharing import Sharing
@@ -53,6 +53,8 @@ class LatentAttention(nnx.Module):
         if query_rank is not None:
             self.query_down, self.query_norm = linear(config.width, query_rank), norm(query_rank)
         self.query = linear(query_rank or config.width, heads * config.score_width)
+        if config.qk_clip is not None:
+            self.max_logits = MaxLogits(jnp.zeros(heads))
         self.out = linear(heads * values, config.width, config.residual_stddev)
 
     def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
@@ -80,6 +82,8 @@ class LatentAttention(nnx.Module):
         k_rotary_BSNR = jnp.broadcast_to(k_rotary_BS1R, q_rotary_BSNR.shape)
         q_BSNH = jnp.concatenate((q_BSNH, q_rotary_BSNR), axis=-1)
         k_BSNH = jnp.concatenate((k_BSNH, k_rotary_BSNR), axis=-1)
+        if config.qk_clip is not None:
+            add_scores(self, q_BSNH, k_BSNH, documents_BS)
         # Values are as wide as keys there.
         padding = config.score_width - self.value_size
         v_BSNH = jnp.pad(v_BSNV, ((0, 0), (0, 0), (0, 0), (0, padding)))

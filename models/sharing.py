@@ -25,11 +25,13 @@ class Sharing:
       tensor: devices that share its matmuls.
       context: devices that share the sequence.
       expert_axis: axis of data shards that have some of the experts each; None if all have all.
+      data_axes: all axes of data shards, if layers look at the tokens of all of them.
     """
 
     tensor: Tensor
     context: Context
     expert_axis: str | None = None
+    data_axes: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -554,24 +554,31 @@ def _shared(config: Config, axis: str, field: str, count: int) -> Iterator[Failu
 
 
 def _balanced(config: Config) -> Iterator[Failure]:
-    """Checks that biases of experts can be moved once per step by the counts of whole layers."""
-    if (speed := getattr(config.model, "bias_speed", None)) is None:
-        return
-    for axis in ("tensor", "context"):
-        if (devices := getattr(config.mesh, axis)) > 1:
+    """Checks that states of whole layers can change biases or weights once per step."""
+    for field, what in (("bias_speed", "moves biases"), ("qk_clip", "clips weights")):
+        path = f"model.{field}"
+        if (value := getattr(config.model, field, None)) is None:
+            continue
+        for axis in ("tensor", "context"):
+            if (devices := getattr(config.mesh, axis)) > 1:
+                yield Failure(
+                    f"mesh.{axis}={devices} does not go with {path}={value}: each device would see "
+                    f"its part of a layer alone. Nearest valid: mesh.{axis}=1, or {path}=None.",
+                    (f"mesh.{axis}", path),
+                )
+        if configured.is_asynchronous(config):
+            schedule = config.pipeline.schedule
             yield Failure(
-                f"mesh.{axis}={devices} does not go with model.bias_speed={speed}: each device "
-                "would count the choices of its part of the tokens alone. Nearest valid: "
-                f"mesh.{axis}=1, or model.bias_speed=None.",
-                (f"mesh.{axis}", "model.bias_speed"),
+                f"{path}={value} {what} at the end of each step, and pipeline.schedule={schedule} "
+                f"has steps without an end. Nearest valid: {path}=None, or pipeline.schedule=1f1b.",
+                (path, "pipeline.schedule"),
             )
-    if configured.is_asynchronous(config):
-        yield Failure(
-            f"model.bias_speed={speed} moves biases at the end of each step, and "
-            f"pipeline.schedule={config.pipeline.schedule} has steps without an end. Nearest "
-            "valid: model.bias_speed=None, or pipeline.schedule=1f1b.",
-            ("model.bias_speed", "pipeline.schedule"),
-        )
+        if field == "qk_clip" and config.pipeline.update == "chunk":
+            yield Failure(
+                f"{path}={value} {what} when all microbatches are done, and pipeline.update=chunk "
+                f"updates before. Nearest valid: {path}=None, or pipeline.update=step.",
+                (path, "pipeline.update"),
+            )
 
 
 def slices(config: Config) -> Iterator[Failure]:
@@ -587,12 +594,13 @@ def slices(config: Config) -> Iterator[Failure]:
             (path, "task"),
         )
         return
-    if (speed := getattr(config.model, "bias_speed", None)) is not None:
-        yield Failure(
-            f"{path}={number} does not go with model.bias_speed={speed}, which keeps biases in "
-            f"states of the layers. Nearest valid: {path}=1, or model.bias_speed=None.",
-            (path, "model.bias_speed"),
-        )
+    for field in ("bias_speed", "qk_clip", "mtp_loss"):
+        if (value := getattr(config.model, field, None)) is not None:
+            yield Failure(
+                f"{path}={number} does not go with model.{field}={value}, for which layers run "
+                f"whole sequences. Nearest valid: {path}=1, or model.{field}=None.",
+                (path, f"model.{field}"),
+            )
     length, context = tasks.make(config).units_per_row, config.mesh.context
     parts = number * (
         context * math.lcm(2, config.mesh.tensor) if context > 1 else config.mesh.tensor

@@ -201,7 +201,11 @@ def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, rate: optax.Schedule, *, clips: bool = True
+    config: OptimizerConfig,
+    rate: optax.Schedule,
+    *,
+    clips: bool = True,
+    last: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
     """Makes the optimizer, after clipping by the norm of the whole gradient.
 
@@ -211,6 +215,7 @@ def make_optimizer(
       config: its name and numbers.
       rate: the learning rate of a step.
       clips: False leaves clipping to an asynchronous pipeline; the state is the same.
+      last: what follows the optimizer, as of `train.task.Task.last_transformation`.
     """
     clip = optax.identity()
     if clips and config.clip_norm:
@@ -219,6 +224,8 @@ def make_optimizer(
         made = optax.chain(clip, named()[config.name](rate, **config.arguments))
     else:
         made = optax.chain(clip, *_adamw(config, rate))
+    if last is not None:
+        made = optax.chain(made, last)
     if not config.ema_decay:
         return made
     return optax.named_chain(("optimizer", made), (AVERAGE, _average(config.ema_decay)))

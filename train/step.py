@@ -231,7 +231,8 @@ class Setup:
     def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:
         """Makes the run's optimizer; see `make_optimizer`."""
         settings = self.config.optimizer
-        made = make_optimizer(settings, self.learning_rate, clips=clips)
+        last = self.task.last_transformation()
+        made = make_optimizer(settings, self.learning_rate, clips=clips, last=last)
         return on_host(made) if settings.offload else made
 
     @property
@@ -361,7 +362,11 @@ class Setup:
     def _step_with_norm(self, params, optimizer, batch, rng, layers):
         """Runs a step as `Pipeline.train_step` does; also returns the norm before clipping."""
         value, grads = self.pipe.value_and_grad(params, batch, rng, states=layers)
-        new = self.pipe.update(self.optimizer, grads, optimizer, params)
+        more = {}
+        if layers is not None:
+            _, states = named(value, layers)
+            more = self.task.optimizer_arguments(self.pipe.unplace_states(states))
+        new = self.pipe.update(self.optimizer, grads, optimizer, params, **more)
         return value, *new, optax.tree.norm(grads)
 
     def lower(self) -> jax.stages.Lowered:

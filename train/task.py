@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import docstring_parser
 import jax
 import numpy as np
+import optax
 import pydantic
 
 from jaxpipe import Model
@@ -132,6 +133,15 @@ class Task(abc.ABC):
         """Changes canonical states of the layers after a step; None if they stay as they are."""
         del states
         return None
+
+    def last_transformation(self) -> optax.GradientTransformation | None:
+        """Makes what follows the optimizer, such as a bound on weights; None for nothing."""
+        return None
+
+    def optimizer_arguments(self, states: tuple[PyTree, ...]) -> dict[str, PyTree]:
+        """Makes further arguments of the optimizer's update, from canonical states after a step."""
+        del states
+        return {}
 
     @abc.abstractmethod
     def load(self) -> tuple[Examples | Unnumbered, Examples]:

@@ -59,6 +59,12 @@ NEAREST = {
     "pipeline.schedule: pipedream, asynchronous.discrepancy_decay: 0.2": "0.",
     "pipeline.schedule: pipemare, pipeline.weights: unrolled": "stacked.",
     "pipeline.schedule: pipemare, mesh.tensor: 2": "mesh.tensor=1, or pipeline.schedule=1f1b.",
+    "pipeline.update: chunk, optimizer.clip_norm: 0, model.qk_clip: 30": (
+        "model.qk_clip=None, or pipeline.update=step."
+    ),
+    "pipeline.sequence_slices: 2, model.mtp_loss: 0.1": (
+        "pipeline.sequence_slices=1, or model.mtp_loss=None."
+    ),
     "pipeline.schedule: pipemare, model.num_experts: 4, model.bias_speed: 0.1": (
         "model.bias_speed=None, or pipeline.schedule=1f1b."
     ),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import gpt
+from models.qk_clip import qk_clip
 from models.sample import sample
 from models.tensor import divides_heads
 from train.config import Config
@@ -33,7 +34,7 @@ class GPT(Task):
     data_options = ("mix", "documents", "rows")
     data_kind = "text"
     report_file = "sample.txt"
-    free = ("dropout", "balance_loss", "z_loss", "bias_speed", "mtp_loss")
+    free = ("dropout", "balance_loss", "z_loss", "bias_speed", "mtp_loss", "qk_clip")
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -42,7 +43,11 @@ class GPT(Task):
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
-        return gpt.model(shape, **self.named_axes(axis))
+        mesh, sizes = self.config.mesh, dict[str, int]()
+        if shape.qk_clip is not None and axis is not None:
+            sizes = {"replica": mesh.replica, "data": mesh.data, "expert": mesh.expert}
+        data_axes = tuple(name for name, size in sizes.items() if size > 1)
+        return gpt.model(shape, **self.named_axes(axis), data_axes=data_axes)
 
     def shared(self, axis):
         shape = self.shape
@@ -67,6 +72,12 @@ class GPT(Task):
 
     def end_step(self, states):
         return None if states is None else gpt.end_step(self.shape, states)
+
+    def last_transformation(self):
+        return None if self.shape.qk_clip is None else qk_clip(self.shape)
+
+    def optimizer_arguments(self, states):
+        return {} if self.shape.qk_clip is None else {"max_logits": gpt.max_logits(states)}
 
     def row_shapes(self):
         length = self.shape.sequence_length
