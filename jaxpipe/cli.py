@@ -20,14 +20,8 @@ from jaxpipe.commands.tables import compare, schedules
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-      arguments: the command line after the program's name; None for the process's own.
-
-    Returns:
-      The exit status: 0, or 2 for a mistake of the user's.
-    """
+    """Runs the command, by default with the process's own arguments; returns the exit status: 0,
+    or 2 for a mistake of the user's."""
     given = sys.argv[1:] if arguments is None else arguments
     if list(given) == ["--version"]:
         print(f"jaxpipe {__version__}")

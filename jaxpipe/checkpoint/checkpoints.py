@@ -360,26 +360,14 @@ class Checkpoints:
         manager.save(self._writing, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore_arrays(self, step: int, shapes: Shapes) -> tuple[Tree, dict[str, Any]]:
-        """Reads arrays.
-
-        Args:
-          step: one of `steps`.
-          shapes: shapes of the arrays that were saved, with shardings.
-
-        Returns:
-          The arrays and the data.
-        """
+        """Reads the arrays of a step, given their shapes with shardings, and its data."""
         items = {STATE: ocp.args.StandardRestore(shapes), DATA: ocp.args.JsonRestore()}
         restored = _restore(self._folder / str(step), **items)
         return restored[STATE], restored[DATA]
 
     def restore_parts(self, step: int, shapes: Shapes) -> Tree:
-        """Reads some of the arrays, such as parameters without the optimizer's state.
-
-        Args:
-          step: one of `steps`.
-          shapes: shapes of the arrays to read, with shardings, in the dictionary of all arrays.
-        """
+        """Reads some of the arrays, such as parameters without the optimizer's state, given their
+        shapes with shardings in the dictionary of all arrays."""
         like = ocp.checkpoint_utils.construct_restore_args(shapes)
         args = ocp.args.PyTreeRestore(shapes, restore_args=like, partial_restore=True)
         return _restore(self._folder / str(step), **{STATE: args})[STATE]
@@ -490,13 +478,8 @@ def _placings(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[s
 
 
 def _differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Iterator[str]:
-    """Says why a checkpoint is not of this model and optimizer; nothing if it is.
-
-    Args:
-      path: path of the checkpoint.
-      saved: shapes of its arrays, in dictionaries and lists.
-      expected: shapes and shardings of what a pipeline would save.
-    """
+    """Says why a checkpoint is not of this model and optimizer; nothing if it is. Shapes that were
+    ``saved`` are in dictionaries and lists, those that a pipeline would save are as it has them."""
     for part in _BELONG_TO:
         wanted = ocp.tree.serialize_tree(expected.get(part), keep_empty_nodes=True)
         if lines := list(leaf_mismatches(part, saved.get(part), _raw_keys(wanted))):
@@ -551,12 +534,8 @@ class _LatestAndBest:
 
 
 def _loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float:
-    """Reads the held-out loss of a checkpoint; infinite if not evaluated, or not readable.
-
-    Args:
-      folder: folder of the checkpoint.
-      metrics: the metrics that were saved; None to read them.
-    """
+    """Finds the held-out loss of a checkpoint in its metrics, which are read if they are None;
+    infinite if not evaluated, or not readable."""
     try:
         if metrics is None:
             metrics = read_json(folder / LOSS_FILE)

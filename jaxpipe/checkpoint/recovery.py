@@ -93,12 +93,8 @@ def steps(folder: Path) -> list[int]:
 
 
 def find(folder: Path, fetch: Fetch | None = None) -> Found:
-    """Verifies checkpoints, newest first, until one is whole; changes nothing.
-
-    Args:
-      folder: folder of the checkpoints; it need not exist.
-      fetch: called with a step before its files are read.
-    """
+    """Verifies checkpoints, newest first, until one is whole; changes nothing. The folder need not
+    exist; ``fetch`` is called with a step before its files are read."""
     damaged: list[Damaged] = []
     for step in reversed(steps(folder)):
         if fetch is not None:
@@ -119,12 +115,7 @@ def _free_name(path: Path) -> str:
 
 
 def move_aside(folder: Path, damaged: Sequence[Damaged]) -> None:
-    """Renames damaged checkpoints, so that their steps can be saved again.
-
-    Args:
-      folder: folder of the checkpoints.
-      damaged: damaged checkpoints, from `find`.
-    """
+    """Renames what `find` has found to be damaged, so that its steps can be saved again."""
     for checkpoint in damaged:
         (folder / str(checkpoint.step)).rename(folder / checkpoint.aside)
 
@@ -147,11 +138,8 @@ def verify(folder: Path) -> None:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turns the many errors that orbax and tensorstore raise for damaged files into one kind.
-
-    Args:
-      what: name of what is read, for the message.
-    """
+    """Turns the many errors that orbax and tensorstore raise for damaged files into one kind, whose
+    message names what is read."""
     try:
         yield
     except (DamagedError, MemoryError, jax.errors.JaxRuntimeError):
@@ -162,12 +150,8 @@ def reading(what: str) -> Iterator[None]:
 
 
 def write_checksums(folder: Path, step: int) -> None:
-    """Writes the step, and the checksum and size of every file in a folder, to a file in it.
-
-    Args:
-      folder: folder of the step; only orbax's metadata of the step still changes in it.
-      step: step by which the folder will be named.
-    """
+    """Writes the step, and the checksum and size of every file in its folder, to a file in it. Only
+    orbax's metadata of the step still changes there."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != _STEP_METADATA]
     names = sorted(str(path.relative_to(folder)) for path in files)
     with ThreadPoolExecutor() as pool:

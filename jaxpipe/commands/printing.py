@@ -47,13 +47,7 @@ def print_table(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = ""
 ) -> None:
     """Prints rows as a table, or one below the other if the terminal has no room for the columns.
-
-    Args:
-      console: console to print on.
-      columns: headings of the columns; the first column names the rows.
-      rows: cells of the rows, one per column.
-      title: text above the table.
-    """
+    The first column names the rows."""
     # Without lines between columns a terminal of 80 has room for the longest names.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
@@ -76,14 +70,8 @@ def print_table(
 def print_differences(
     console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str
 ) -> None:
-    """Prints a table without the columns whose cells are all equal, which the title names once.
-
-    Args:
-      console: console to print on.
-      columns: headings of the columns; the first column names the rows, and stays.
-      rows: cells of the rows, one per column.
-      title: text above the table.
-    """
+    """Prints a table without the columns whose cells are all equal, which the title names once. The
+    first column names the rows, and stays."""
     alike = {
         column: cells[0]
         for column, *cells in zip(columns, *rows, strict=True)
@@ -108,16 +96,8 @@ def print_parts(
     which: str,
     scale: float,
 ) -> None:
-    """Prints seconds or bytes by part, and all of them.
-
-    Args:
-      console: console to print on.
-      title: title of the table.
-      label: heading of the first column.
-      plans: name and plan of each row.
-      which: "seconds" or "bytes".
-      scale: factor to the unit that is shown.
-    """
+    """Prints the "seconds" or the "bytes" of plans by part, and all of them, in the unit to which
+    ``scale`` is the factor. ``label`` heads the column of the plans' names."""
     parts = [
         {**getattr(plan, which), "all": sum(getattr(plan, which).values())} for _, plan in plans
     ]

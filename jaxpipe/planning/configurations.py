@@ -28,34 +28,19 @@ class Configured(Protocol):
     def sizes(
         self, most_context: int, most_slices: int, progress: Callable[[float], None]
     ) -> ModelSizes:
-        """Counts the model for all numbers of devices that it lets share a layer.
+        """Counts the model for all numbers of devices that it lets share a layer, up to so many
+        that share a sequence, and so many slices of one.
 
-        Args:
-          most_context: devices that may share a sequence.
-          most_slices: slices into which a sequence may be cut.
-          progress: told which share of the work is done.
+        ``progress`` is told which share of the work is done.
         """
 
     def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
-        """Compiles a plan's training step without its devices.
-
-        Args:
-          plan: to compile.
-          costs: as for `write`.
-          device: a name in `COMPILED_FOR`.
-
-        Returns:
-          What it takes of each device while it runs.
-        """
+        """Compiles a plan's training step without its devices, for one in `COMPILED_FOR`; returns
+        what it takes of each while it runs. Costs are as for `write`."""
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
-        """Writes the text of a configuration that trains the model by a plan.
-
-        Args:
-          plan: to write.
-          costs: of a chunk, for which its schedule is made.
-          steps: optimizer steps; None to keep those that the configuration has.
-        """
+        """Writes the text of a configuration that trains the model by a plan, whose schedule is
+        made for these costs of a chunk; None keeps the steps that the configuration has."""
 
 
 def read(path: Path) -> Configured:

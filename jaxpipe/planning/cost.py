@@ -111,11 +111,7 @@ class Prediction(NamedTuple):
 
 
 def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
-    """Finds the program of a plan.
-
-    Args:
-      published: whether to take the published order, which is made faster.
-    """
+    """Finds the program of a plan, or that of its published order, which is made faster."""
     plan = placed.plan
     return Program(
         plan.schedule,

@@ -240,12 +240,8 @@ def _flops_of_xla(program: jax.stages.Traced) -> float:
 
 
 def run_seconds(program: jax.stages.Wrapped, *args: Shapes) -> float:
-    """Measures the seconds of a run of a jitted function on arrays of zeros.
-
-    Args:
-      program: the function to compile; it must keep arguments that it does not read.
-      *args: shapes of its arguments.
-    """
+    """Measures the seconds of a run of a jitted function, which must keep arguments that it does
+    not read, on zeros of these shapes."""
     compiled = program.lower(*args).compile()
     given, _ = compiled.input_shardings
     arrays = jax.tree.map(_zeros, args)

@@ -125,11 +125,8 @@ def _received(
 
 
 def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
-    """Computes the time that the layers of each kind of action take, ``[ticks, stages]``.
-
-    Args:
-      costs: costs of every virtual stage.
-    """
+    """Computes the time that the layers of each kind of action take, ``[ticks, stages]``, from the
+    costs of every virtual stage."""
     virtual_stages = np.asarray(table.schedule.placement.virtual_stages)
     of_chunk, stages = kind_durations(costs), np.arange(len(virtual_stages))
 

@@ -239,13 +239,8 @@ def _is_program(param: Any) -> bool:
 
 
 def gathered_parts(eqns: Eqns, var: Atom, own: Vars) -> list[Tree]:
-    """Finds the parts that a device gathers with others to make a value; else the value itself.
-
-    Args:
-      eqns: a program.
-      var: a value that it computes.
-      own: values that differ between devices.
-    """
+    """Finds the parts that a device gathers with others to make a value of a program; else the
+    value itself. Values in ``own`` differ between devices."""
     sources = {v: eqn.invars[0] for eqn in eqns if gathers(eqn) for v in eqn.outvars}
     after = needed(eqns, [var], sources)
     made = {v for eqn in after for v in eqn.outvars}

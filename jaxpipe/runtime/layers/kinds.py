@@ -169,12 +169,7 @@ def _output(
 
 
 def barred(name: str, collectives: Iterable[Collective], stage_axis: str) -> Iterator[str]:
-    """Names the first collective of a function that would wait for devices of other stages.
-
-    Args:
-      name: name of the function.
-      collectives: its collectives.
-    """
+    """Names the first collective of a function that would wait for devices of other stages."""
     for collective, axes, place in collectives:
         if stage_axis in axes or collective == "ppermute":
             along = ", ".join(map(repr, axes))

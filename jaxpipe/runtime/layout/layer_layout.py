@@ -264,11 +264,8 @@ def cast(arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
 
 
 def largest(arrays: Arrays, dtypes: Tree, *, layer_dims: int) -> Tree:
-    """Finds the largest absolute values of arrays that become `E4M3`, None for others.
-
-    Args:
-      layer_dims: how many dimensions come before those of one layer.
-    """
+    """Finds the largest absolute values of arrays that become `E4M3`, None for others; so many
+    dimensions come before those of one layer."""
 
     def of(w: jax.Array, dtype: DTypeLike) -> jax.Array | None:
         return jnp.abs(w).max(tuple(range(layer_dims, w.ndim))) if dtype == E4M3 else None

@@ -270,14 +270,8 @@ class LayersOnMesh(MeshLayout):
 
 
 def _to_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Array:
-    """Makes a device's part of a placed array from its part of the canonical one.
-
-    Args:
-      w: the part.
-      leaf: leaf of the whole array.
-      axes: the mesh axes by their use.
-      sharded: whether data shards split it.
-    """
+    """Makes a device's part of a placed array, which data shards may split, from its part of the
+    canonical one."""
     for canonical, placed in _joined_cuts(leaf, axes, sharded=sharded):
         w = placed.own(canonical.whole(w))
     return w

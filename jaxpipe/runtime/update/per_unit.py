@@ -204,17 +204,12 @@ class PerUnit:
     def layer(
         self, at: At, read: Callable[[int], Stored], results: Sequence[Arrays], env: Env
     ) -> list[Arrays]:
-        """Runs the layer at a place, if there is one.
+        """Runs the layer at a place, if there is one; returns the results with its own written.
 
         Args:
-          at: the place: stage, chunk, number in the chunk.
           read: finds what is stored there of the first component, from an example of the layer's
             group.
           results: the layers of the other components.
-          env: what units share.
-
-        Returns:
-          The results, with those of the layer written.
         """
         groups, layouts = self._layer_groups[-1], self._layer_layouts[1:]
 
@@ -261,15 +256,8 @@ class PerUnit:
     def run(
         self, components: Sequence[Placed], rest: Sequence[jax.Array]
     ) -> tuple[list[Placed], list[jax.Array]]:
-        """Runs the whole function on all devices.
-
-        Args:
-          components: those of all arguments, placed.
-          rest: the arguments' leaves that belong to no parameter.
-
-        Returns:
-          The result's components, and its other leaves.
-        """
+        """Runs the whole function on all devices, from the placed components and the other leaves
+        of its arguments to those of its result."""
         specs = [
             component.specs(sharded=self._sharded and c not in self._replicated)
             for c, component in enumerate(self._components)
@@ -371,11 +359,8 @@ _REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def _run_on_parts(eqns: Eqns, env: Env) -> Env:
-    """Evaluates equations in order; values of the environment are arrays or `DevicePart`.
-
-    Returns:
-      The environment grown by the equations' outputs.
-    """
+    """Evaluates equations in order, and returns the environment grown by their outputs; its values
+    are arrays or `DevicePart`."""
     env, wholes = dict(env), {}
 
     def value(atom: Atom) -> Tree:

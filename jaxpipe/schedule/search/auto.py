@@ -104,14 +104,9 @@ def auto(
 def gain_of_memory(
     schedule: Schedule, *, layer_costs: Sequence[Costs], memory_limit: float | None = None
 ) -> tuple[Schedule, float]:
-    """Finds what half a microbatch more would be worth, as far as named schedules tell.
-
-    Args:
-      schedule: schedule of `auto`, with the same other arguments.
-
-    Returns:
-      The named schedule that ends first with that memory, and the share of the time that it saves.
-    """
+    """Finds what half a microbatch more would be worth to a schedule of `auto` with these
+    arguments: the named schedule that ends first with that memory, and the share of the time that
+    it saves."""
     p, m = schedule.num_stages, schedule.num_microbatches
     limit = (p if memory_limit is None else memory_limit) + 0.5
     models = _models(p, m, schedule.num_slices, layer_costs, limit)

@@ -133,15 +133,8 @@ def _rules(placement: Placement) -> Iterator[Rule]:
 def improve(
     schedule: Schedule, costs: Sequence[Costs], *, cap: int, moves: int, bound: float
 ) -> Schedule:
-    """Looks for orders that end sooner on the free-running clock.
-
-    Args:
-      schedule: split, synchronous, of one copy of the model.
-      costs: costs of every virtual stage.
-      cap: the most chunks in flight on a stage.
-      moves: how many swaps to make.
-      bound: no schedule ends before this.
-    """
+    """Looks for orders of a split schedule that end sooner on the free-running clock, in so many
+    swaps; other arguments as for `search_orders`."""
     search = _TabuSearch(schedule, costs, cap)
     orders = tuple(
         tuple(search.actions[number] for number in row) for row in search.best(moves, bound)
