@@ -64,9 +64,6 @@ class Stacked(LayerLayout):
     def slot_shapes(self, count: int) -> Shapes:
         return jax.tree.map(Leaf.struct, self._chunks(count))
 
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _StackedPlace:
-        return self.piece_at(at, slot=slot)
-
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _StackedPlace:
         _, chunk, number = at
         return _StackedPlace((chunk if slot is None else slot) * self.num_pieces + number, share)
@@ -153,9 +150,6 @@ class Unrolled(LayerLayout):
 
     def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
         return {n: largest(row, dtypes, layer_dims=0) for n, row in arrays.items()}
-
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _UnrolledPlace:
-        return self.piece_at(at, slot=slot)
 
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _UnrolledPlace:
         _, chunk, number = at

@@ -175,9 +175,9 @@ class LayerLayout(Piece, abc.ABC):
 
     # Places.
 
-    @abc.abstractmethod
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> Tree:
         """The place of a layer: among the stage's own layers, or in the chunk of a ``slot``."""
+        return self.piece_at(at, slot=slot)
 
     @abc.abstractmethod
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> Tree:
