@@ -22,6 +22,7 @@ import pytest
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Schedule
 from jaxpipe.schedule.lowering.lower import forward_only, lower
+from jaxpipe.schedule.lowering.table import Outer
 from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.auto import auto
@@ -89,7 +90,9 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         # Most schedules overlap and slice nothing, and have the digests from before any did.
         fields = [(getattr(value, f.name), f) for f in dataclasses.fields(value)]
-        return [plain(v) for v, f in fields if f.name not in NEWER or v != f.default]
+        fields = [(v, f) for v, f in fields if f.name not in NEWER or v != f.default]
+        # Columns of embedding and head were fields of a table, when digests were written.
+        return [plain(w) for v, _ in fields for w in (v if isinstance(v, Outer) else [v])]
     if isinstance(value, dict):
         return sorted([key, plain(item)] for key, item in value.items())
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
