@@ -225,7 +225,8 @@ def _schedule(config: Config) -> Iterator[Failure]:
     needed = config.mesh.stage * chunks
     if layers < needed:
         fields = _depth(config)
-        counted = fields == ["model.num_layers"]
+        # A further layer of model.mtp_loss is not among them.
+        counted = fields == ["model.num_layers"] and config.flat()[fields[0]] == layers
         own = f"{fields[0]}={layers}" if counted else f"task={config.task} with {layers} layers"
         valid = [f"{fields[0]}={needed}"] if counted else []
         valid.append(f"mesh.stage={max(layers // chunks, 1)}")
