@@ -47,7 +47,7 @@ from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Spent, total
 from jaxpipe.planning.without_devices import attention_of_gpus, use_gpu_flags
 
 RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
-WIDTH = 126
+WIDTH = 170
 _ROUNDING = 1e-6
 COLUMNS = {
     Use.MATMUL: "matmul",
