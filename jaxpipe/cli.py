@@ -4,8 +4,6 @@ any, and jax is imported only for the model of a configuration.
 Messages for the user's mistakes go to stderr with exit status 2.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

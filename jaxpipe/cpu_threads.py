@@ -6,8 +6,6 @@ per device, so a loop that never waits for a result could stop for good
 (docs/design/001-executor.md).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

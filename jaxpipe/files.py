@@ -1,7 +1,5 @@
 """Files that others may have damaged or replaced: no device, and nothing without end."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

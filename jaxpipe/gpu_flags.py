@@ -5,8 +5,6 @@ installed XLA does not know would end the process there, so unknown ones are fou
 process first and left out.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

@@ -3,8 +3,6 @@
 `docs/design/005-losses-and-outputs.md` gives the reasons.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Tools for tests of your own models and schedules, on simulated devices."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -4,8 +4,6 @@
 `jaxpipe.asynchronous.steady`, one call's program is `jaxpipe.asynchronous.run`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

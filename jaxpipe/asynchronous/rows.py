@@ -5,8 +5,6 @@ one period of all of them would have lcm(2P, N, V) rows. So a row is integer ari
 and the stage, the same for numpy's arrays and traced ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

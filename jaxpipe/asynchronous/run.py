@@ -6,8 +6,6 @@ in versions, and a tick ends by updating the parts whose minibatch is complete. 
 numbered through all minibatches, and these numbers take the place of those within a step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias

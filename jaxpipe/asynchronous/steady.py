@@ -9,8 +9,6 @@ Source: Yang et al., PipeMare, arXiv 1910.05124; PipeDream, arXiv 1806.03377; Pi
 arXiv 2006.09503.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

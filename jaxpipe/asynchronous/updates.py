@@ -5,8 +5,6 @@ slot an action reads. T2 corrects what a backward reads. When a minibatch is com
 ends with an update, which runs in a loop of one trip or none: other ticks touch nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias, cast
 

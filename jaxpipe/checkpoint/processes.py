@@ -1,7 +1,5 @@
 """Agreement among several processes: one decides, and all go on with its answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A checksum of every file is written with a checkpoint, and verified before anyth
 detects every flipped bit, and is the fastest that Python has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``jaxpipe measure``: the rates that devices attain."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

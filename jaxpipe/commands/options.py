@@ -1,7 +1,5 @@
 """Builds a schedule from the command's options, and writes errors in the names of these options."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Sequence

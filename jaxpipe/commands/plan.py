@@ -1,7 +1,5 @@
 """``jaxpipe plan``: which mesh, schedule and options train a model soonest on given devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal

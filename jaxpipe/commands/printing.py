@@ -1,7 +1,5 @@
 """Tables on a terminal of any width: no cell is cut short, and no name is broken."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """``jaxpipe show`` and ``jaxpipe validate``: one schedule, in any format."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 devices, by the cost model of `jaxpipe plan`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

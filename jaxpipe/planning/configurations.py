@@ -4,8 +4,6 @@ The library knows no trainer. A package whose configurations ``jaxpipe plan`` sh
 entry point of the group ``jaxpipe.configurations`` that names a function ``(path) -> Configured``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path

@@ -27,8 +27,6 @@ column of costs.
 a `Device` in place of a data sheet's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

@@ -4,8 +4,6 @@ All devices work at once, as in a step: GPUs of a host share power and links, si
 cores of the machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

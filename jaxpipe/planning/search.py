@@ -5,8 +5,6 @@ timed with the published order of its schedule; the search ends when no plan tha
 among the best. The finalists are timed again as they would run, with orders made for their costs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -6,8 +6,6 @@ for CUDA, and cuDNN where a model uses its attention, but no GPU: `make gpu-envi
 them beside a clone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Collection, Iterator, Sequence

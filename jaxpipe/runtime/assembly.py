@@ -1,7 +1,5 @@
 """A model, a schedule and a mesh put together: layouts, tick tables and programs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial

@@ -3,8 +3,6 @@
 Nothing here changes a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

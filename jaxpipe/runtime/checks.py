@@ -4,8 +4,6 @@ Every function returns or yields one `Problem` or text per problem, so that call
 of them at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import jax

@@ -1,7 +1,5 @@
 """Some of the parameters, chosen by path or by a function: those that are trained, for example."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ Scales are powers of two, so that multiplying by them rounds nothing. They are c
 the tensor itself, not from earlier steps, so that there is no state to keep.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """Arrays that lie in the memory of the host, which a device reads and writes over its bus."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ which no schedule changes; that working set is read from the same model compiled
 microbatches and a plain schedule, and with few layers if they cost time to compile.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

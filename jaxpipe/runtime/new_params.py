@@ -1,7 +1,5 @@
 """Parameters made, or read, where they belong: no device and no host ever holds the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """The public object: a model, a schedule and a mesh, as one differentiated step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The measured timeline of a step: what its stages run, and when, like those of the simulator."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Mapping, Sequence
 

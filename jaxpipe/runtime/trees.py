@@ -1,7 +1,5 @@
 """Comparing a tree of arrays with the one that is expected, before anything is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

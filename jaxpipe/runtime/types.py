@@ -3,8 +3,6 @@
 To a type checker every tree is `Any`; to a reader the name says which one is meant.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import jax

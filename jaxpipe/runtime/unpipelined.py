@@ -1,7 +1,5 @@
 """The same model and loss without a pipeline: what every schedule must agree with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

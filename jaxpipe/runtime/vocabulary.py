@@ -13,8 +13,6 @@ functions, and cotangents are partial, as `jaxpipe.Model` has them.
 Dimension suffixes: N tokens, E width, V rows of the local slice.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ entry point of the group ``jaxpipe.schedules``. `docs/schedules.md` has the bubb
 built-in ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

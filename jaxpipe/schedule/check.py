@@ -4,8 +4,6 @@ Stages `walk` through their orders; what stops says why to `validate`, and when 
 `jaxpipe.schedule.simulate`.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

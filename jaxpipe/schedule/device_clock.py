@@ -8,8 +8,6 @@ messages travel in every tick between all pairs that ever have one, so that thes
 of each other. Where all stages compute embedding and head together, their sums wait for all stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 

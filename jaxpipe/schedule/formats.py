@@ -7,8 +7,6 @@ format "compute_only"): F forward, I backward for the input, W for the weights, 
 A forward and a backward that run together are one cell, ``(0F1;3B0)OVERLAP_F_B``.
 """
 
-from __future__ import annotations
-
 import collections
 import csv
 import dataclasses

@@ -3,8 +3,6 @@
 ``docs/design/003-schedules.md`` gives the reasons for this objective.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

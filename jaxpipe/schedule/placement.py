@@ -4,8 +4,6 @@ A model is cut into ``num_stages * num_chunks`` virtual stages, in model order. 
 which stage runs each of them; the chunks of a stage are numbered in model order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cached_property
 

@@ -4,8 +4,6 @@ The same number is ``num_microbatches`` in Python, ``--microbatches`` on the com
 ``pipeline.microbatches`` in a configuration (``docs/design/010-checkpoints.md``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence

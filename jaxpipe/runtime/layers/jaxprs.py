@@ -1,7 +1,5 @@
 """Traced programs as lists of equations: the only module that knows what jaxprs are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 

@@ -4,8 +4,6 @@ A stage runs one loop over its layers; inside, every kind is one compiled body. 
 are alike has one kind and pays nothing for the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

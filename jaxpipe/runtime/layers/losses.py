@@ -3,8 +3,6 @@
 `docs/design/005-losses-and-outputs.md` gives the reasons.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any

@@ -4,8 +4,6 @@ Keys depend on (step, microbatch, layer) and the data shard, never on stage or t
 draws the same numbers whatever its schedule, number of stages or rematerialization.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ Any layer is rewritten like this, whoever wrote its derivatives, since only prim
 it is cut into F, B and W.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

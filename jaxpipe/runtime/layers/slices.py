@@ -9,8 +9,6 @@ backward, which takes the slices from the last to the first, its cotangent.
 Source: Li et al., "TeraPipe", arXiv 2102.07988; Sun et al., "Seq1F1B", arXiv 2406.03488.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple

@@ -21,8 +21,6 @@ Weights are therefore never residuals, which is what lets a backward use newer w
 forward.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property

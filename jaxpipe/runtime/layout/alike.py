@@ -1,7 +1,5 @@
 """Layers that are alike: stacked in one array per parameter, or unrolled in one per layer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Collection

@@ -11,8 +11,6 @@ elements. There, values of layers of one kind keep their shapes, ``[slots * laye
 constraint gives a buffer the same layout in every loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -7,8 +7,6 @@ gradient sums do. The places that a program can name decide how it runs a cell: 
 over layers, or one loop per row that runs once or never.
 """
 
-from __future__ import annotations
-
 import abc
 import copy
 from collections.abc import Callable, Collection, Sequence

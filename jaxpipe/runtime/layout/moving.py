@@ -8,8 +8,6 @@ split in equal runs of its own order, so that it lies like any other; a placed o
 parts of each array that is joined in it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial

@@ -4,8 +4,6 @@ A group is all arrays of one dtype that the same axes split. A stage takes the r
 layers, and all stages still run one program.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Conversion of trees from canonical to placed and back, with checks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import cached_property

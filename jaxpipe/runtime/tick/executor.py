@@ -12,8 +12,6 @@ Every part of a tick has a `jax.named_scope`, so that profiles and `benchmarks/g
 tell its loops apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """Gradients `Summed` over microbatches, and reduced over data chunk by chunk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -14,8 +14,6 @@ Rules that keep it fast and correct:
   a layer's values out of them for a barrier, but lets computations read them where they lie.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

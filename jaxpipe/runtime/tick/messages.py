@@ -6,8 +6,6 @@ connects the pairs that have a message for each other and no others: which these
 that all stages read from the table, so that all of them take the same branch.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import TypeAlias
 

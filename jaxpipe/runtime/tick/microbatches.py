@@ -4,8 +4,6 @@ Inputs are arrays of the batch whose gradients are wanted, each known by its num
 and head read them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import jax

@@ -5,8 +5,6 @@ stages, in which every stage waits for the slowest. Otherwise the stage of the f
 embeds, and that of the last one computes the head, from what lies on them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

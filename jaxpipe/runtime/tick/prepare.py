@@ -1,7 +1,5 @@
 """Prepares a run: follows the activations through the layers, and checks embedding and head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -5,8 +5,6 @@ the cell's layers run between its two stamps and nothing else does; without `Set
 has none of this. Cells that run nothing are not stamped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Sources of weights: `Resident`, or `Gathered` from all data shards."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple

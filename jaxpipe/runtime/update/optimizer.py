@@ -4,8 +4,6 @@ The transformation is traced on parameters with one tree per layer, so that name
 numbers of dimensions are those of a layer's own parameters, however layers lie on the devices.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property

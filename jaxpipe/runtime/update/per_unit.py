@@ -7,8 +7,6 @@ itself runs on parts; a reduction to a scalar runs on parts and then across devi
 given whole arrays, which are gathered where it first needs them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial

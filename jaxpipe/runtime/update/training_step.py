@@ -6,8 +6,6 @@ backward. It is reduced and updates the chunk's weights at once, so that only th
 chunks in work are kept: one, or one per slot. `docs/design/004-optimizers.md` says when this pays.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias

@@ -7,8 +7,6 @@ scalars, then every unit goes on with what has become of them. `docs/design/004-
 explains it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 

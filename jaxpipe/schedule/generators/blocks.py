@@ -8,8 +8,6 @@ gaps squeezed out and filled, the peak in flight capped.
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Breadth-first: every microbatch through a chunk before the next chunk's turn."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, nth_backward

@@ -3,8 +3,6 @@
 `depth_first` is the family's one algorithm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, nth_backward

@@ -1,7 +1,5 @@
 """DualPipe-V: the V-shaped half of DeepSeek's DualPipe, with one copy of the weights."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

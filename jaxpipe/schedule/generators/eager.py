@@ -1,7 +1,5 @@
 """Running a given order as early as inputs and memory allow, with real costs, its gaps filled."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

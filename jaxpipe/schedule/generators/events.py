@@ -5,8 +5,6 @@ The result of a pass arrives at its readers, which may then start in turn. With 
 the pass that a `Rule` says is due first.
 """
 
-from __future__ import annotations
-
 import abc
 import collections
 import heapq

@@ -1,7 +1,5 @@
 """Hanayo: waves through the stages, with one copy of the weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

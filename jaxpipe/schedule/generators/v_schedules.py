@@ -6,8 +6,6 @@ the paper gives. `jaxpipe.schedule.search.controllable_memory` searches for othe
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -23,8 +23,6 @@ right after a head, ahead of its use, and its cotangent waits for the next head,
 the end of the step (`embed_ticks`, `embed_gradient_ticks`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

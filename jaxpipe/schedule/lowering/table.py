@@ -4,8 +4,6 @@ A `Row` is one tick, and a `Cell` is its action of one kind. The executor only s
 integer per field: that of its own stage. A table holds the same rows as columns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any, NamedTuple, TypeAlias

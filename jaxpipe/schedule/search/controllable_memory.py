@@ -3,8 +3,6 @@
 Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator

@@ -14,8 +14,6 @@ estimate of a move is Taillard's, "Parallel taboo search techniques for the job 
 problem", 1994.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

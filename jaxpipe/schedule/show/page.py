@@ -1,7 +1,5 @@
 """Schedules as one page to look into with a browser: page.html with its data and scripts inside."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from importlib import resources

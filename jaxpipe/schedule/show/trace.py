@@ -1,7 +1,5 @@
 """Timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
