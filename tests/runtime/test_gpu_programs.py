@@ -9,6 +9,7 @@ from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
 from models import gpt
@@ -263,6 +264,21 @@ def test_the_model_that_is_costed_has_cudnns_attention():
     with attention_of_gpus():
         program = jax.make_jaxpr(lambda params, tokens: gpt.logits(config, params, tokens))
         assert "dot_product_attention_fwd" in str(program(params, tokens))
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("full", 2)])
+def test_only_full_remat_runs_cudnns_attention_again(remat, forwards):
+    query = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
+
+    def layer(x):
+        y = jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+        return y.sum().astype("float32")
+
+    kept = REMAT_POLICIES[remat]
+    layer = layer if kept is None else jax.checkpoint(layer, policy=kept)
+    with attention_of_gpus():
+        program = str(jax.make_jaxpr(jax.grad(layer))(query))
+    assert program.count("= dot_product_attention_fwd_wrapper[") == forwards
 
 
 # Transfers, copies and waits: `benchmarks/gpu_compile.py` and `tpu_compile.py`.
