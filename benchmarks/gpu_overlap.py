@@ -2,11 +2,14 @@
 
 Compiles a step whose schedule overlaps forwards with backwards, for 8 layers on 2 stages of the
 meshes of `benchmarks/gpu_large.py`, without a GPU, and runs nothing. For every loop over layers of
-a tick it prints the modelled time of one layer, and how much of it only waits for collectives.
-Memory is what the step takes beside its arguments.
+a tick it prints the modelled time of one layer, how much of it only waits for collectives, and how
+many collectives of more than 1 MB have a matmul between start and end. Memory is what the step
+takes beside its arguments.
 
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model llama-70b --remat dots
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --fused --weights unrolled
+    .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --remat full --zero 3 \\
+        --stages 8 --layers 32
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -28,7 +32,7 @@ import numpy as np
 
 from benchmarks import gpu_large
 from benchmarks.hlo import HloProgram, scope_of
-from benchmarks.kernels import Use
+from benchmarks.kernels import Use, is_kernel, kernel
 from benchmarks.roofline import Roofline, total
 from jaxpipe import schedules
 from jaxpipe.planning.without_devices import use_gpu_flags
@@ -42,7 +46,7 @@ from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators.depth_first import depth_first
 from jaxpipe.schedule.placement import linear
 
-STAGES, MICROBATCHES, LAYERS = 2, 8, 8
+_COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
 
 def overlapped_one_f_one_b(stages: int, microbatches: int, *, fused: bool) -> Schedule:
@@ -62,19 +66,50 @@ def overlapped_one_f_one_b(stages: int, microbatches: int, *, fused: bool) -> Sc
     return dataclasses.replace(schedule, overlapped=tuple(forwards))
 
 
-def waits(program: HloProgram) -> dict[str, tuple[float, float]]:
-    """The modelled milliseconds of a layer by loop, and of them those that wait for collectives.
+class Loop(NamedTuple):
+    """A loop over layers of a tick.
 
-    Loops of the same actions, such as those of several chunks, count by their mean.
+    Args:
+      layer, waits: modelled milliseconds of a layer, and those of them that wait for collectives.
+      collectives, hidden: those above 1 MB, and how many have a matmul between start and end.
     """
-    roofline, by_loop = Roofline(program, set()), dict[str, list[tuple[float, float]]]()
+
+    layer: float
+    waits: float
+    collectives: float
+    hidden: float
+
+
+def loops(program: HloProgram) -> dict[str, Loop]:
+    """The loops by name; those of the same actions, as of several chunks, by their mean."""
+    roofline, by_name = Roofline(program, set()), dict[str, list[Loop]]()
     for body in program.tick_bodies().values():
         for loop in program.loops(body):
-            spent = roofline.body(loop.calls["body"])
             if (scope := scope_of(loop)) and scope.name.isupper():
+                name = loop.calls["body"]
+                spent = roofline.body(name)
                 times = 1e3 * total(spent), 1e3 * spent[Use.TRANSFERS]
-                by_loop.setdefault(scope.name, []).append(times)
-    return {name: tuple(np.mean(times, axis=0)) for name, times in by_loop.items()}
+                by_name.setdefault(scope.name, []).append(Loop(*times, *hidden(program, name)))
+    return {name: Loop(*np.mean(found, axis=0)) for name, found in by_name.items()}
+
+
+def hidden(program: HloProgram, body: str) -> tuple[int, int]:
+    """Counts collectives above 1 MB, and those with a matmul between start and end."""
+    rows = program.computations[body]
+    numbers = {row.name: number for number, row in enumerate(rows)}
+    is_matmul = [is_kernel(row) and kernel(program, body, row, ()).flops > 0 for row in rows]
+    count = beside = 0
+    for end, row in enumerate(rows):
+        starts = row.operands[:1] if row.opcode.endswith("-done") else [row.name]
+        start = numbers[starts[0]]
+        opcode = rows[start].opcode.removesuffix("-start")
+        named = rows[start].text if opcode == "async" else opcode
+        is_one = any(name in named for name in _COLLECTIVES)
+        if row.opcode.endswith("-start") or not is_one or max(rows[start].bytes) <= 1e6:
+            continue
+        count += 1
+        beside += any(is_matmul[start + 1 : end])
+    return count, beside
 
 
 def main() -> None:
@@ -83,19 +118,23 @@ def main() -> None:
     parser.add_argument("--remat", default="dots")
     parser.add_argument("--weights", default="stacked")
     parser.add_argument("--fused", action="store_true", help="1F1B in place of DualPipe-V")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--zero", type=int, default=0)
     args = parser.parse_args()
     use_gpu_flags()
     config, sizes = gpu_large.MODELS[args.model]
-    config = dataclasses.replace(config, num_layers=LAYERS)
-    sizes = sizes | {"stage": STAGES} | ({"data": 1} if "expert" not in sizes else {})
-    schedule = schedules.build("dualpipe-v-published", stages=STAGES, microbatches=MICROBATCHES)
+    config = dataclasses.replace(config, num_layers=args.layers)
+    stages, microbatches = args.stages, 4 * args.stages
+    sizes = sizes | {"stage": stages} | ({"data": 1} if "expert" not in sizes else {})
+    schedule = schedules.build("dualpipe-v-published", stages=stages, microbatches=microbatches)
     if args.fused:
-        schedule = overlapped_one_f_one_b(STAGES, MICROBATCHES, fused=True)
-    tokens = sizes["data"] * MICROBATCHES, config.sequence_length + 1
+        schedule = overlapped_one_f_one_b(stages, microbatches, fused=True)
+    tokens = sizes["data"] * microbatches, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(tokens, "int32")}
     for pair_layers in (False, True):
         options = {"remat": args.remat, "weights": args.weights, "pair_layers": pair_layers}
-        pipe = gpu_large.pipeline(config, sizes, schedule=schedule, zero=0, **options)
+        pipe = gpu_large.pipeline(config, sizes, schedule=schedule, zero=args.zero, **options)
         began = time.process_time()
         step = compiled(pipe, batch, updates=PLAIN_UPDATES)
         seconds, size = time.process_time() - began, bytes_beside_arguments(step)
@@ -105,8 +144,12 @@ def main() -> None:
             f"predicted {predicted / 1e9:.2f} GB, compiled in {seconds:.0f} CPU s",
             flush=True,
         )
-        for name, (layer, waiting) in waits(HloProgram(step.as_text())).items():
-            print(f"  {name}: {layer:.2f} ms per layer, {waiting:.2f} of them wait", flush=True)
+        for name, loop in loops(HloProgram(step.as_text())).items():
+            print(
+                f"  {name}: {loop.layer:.2f} ms per layer, {loop.waits:.2f} of them wait; "
+                f"{loop.hidden:g} of {loop.collectives:g} collectives have a matmul beside",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
