@@ -391,12 +391,15 @@ class GPTConfig(validation.Validated):
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, the further one included."""
-        count = self.num_layers
-        numbers = range(1, count + 1 + (self.mtp_loss is not None))
         return tuple(
-            LayerKind(self._is_local(n), self._has_experts(n), is_further=n > count)
-            for n in numbers
+            LayerKind(self._is_local(n), self._has_experts(n), is_further=n > self.num_layers)
+            for n in range(1, self.num_layers + self.num_further + 1)
         )
+
+    @property
+    def num_further(self) -> int:
+        """Number of layers behind the last that predict further tokens: 1 or 0."""
+        return int(self.mtp_loss is not None)
 
     @property
     def layers_are_alike(self) -> bool:

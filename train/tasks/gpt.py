@@ -39,7 +39,7 @@ class GPT(Task):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.units_per_row = self.shape.sequence_length
-        self.num_layers = len(self.shape.layer_kinds)
+        self.num_layers = self.shape.num_layers + self.shape.num_further
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
