@@ -46,11 +46,9 @@ def test_all_failures_of_build_come_together():
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_with_the_nearest(name, options, expected):
+    """The only number that a schedule lets one choose is accepted."""
     with pytest.raises(ValueError, match=expected):
         catalog.build(name, stages=4, microbatches=7, **options)
-
-
-def test_a_number_that_is_the_only_one_is_accepted():
     assert catalog.build("dualpipe-v", stages=2, microbatches=2, chunks=2).num_chunks == 2
 
 

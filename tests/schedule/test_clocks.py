@@ -24,7 +24,9 @@ costs = st.builds(Costs, *(st.integers(1, 9) for _ in range(3)))
 def test_times_respect_dependencies_and_exclude_each_other(schedule, costs, message):
     costs = Costs(costs.f, costs.b, costs.w, message)
     placement = schedule.placement
-    for timeline in timelines(schedule, costs):
+    free, device = timelines(schedule, costs)
+    assert device.makespan >= free.makespan
+    for timeline in (free, device):
         ends = {timed.action: timed.end for row in timeline.rows for timed in row}
         # A fused backward gives what its B would.
         ends |= {split_action(action)[0]: end for action, end in ends.items()}
@@ -47,21 +49,13 @@ def test_the_makespan_alone_is_that_of_the_timeline(schedule, costs, message, gr
     assert makespan(schedule, prices) == simulate(schedule, prices).makespan
 
 
-@given(built(), costs)
-def test_devices_are_never_faster_than_free_running(schedule, costs):
-    free, device = timelines(schedule, costs)
-    assert device.makespan >= free.makespan
-
-
-def test_ticks_by_hand():
+def test_ticks_and_spans_by_hand():
+    """Spans leave out the wait for the first action, and after the last."""
     schedule = catalog.build("1f1b-fused", stages=2, microbatches=2)
     assert [[str(action) for action in order] for order in schedule.orders] == [
         ["0F0", "0F1", "0BW0", "0BW1"], ["1F0", "1BW0", "1F1", "1BW1"],
     ]  # fmt: skip
     assert ticks(schedule) == [[0, 1, 3, 5], [1, 2, 3, 4]]
-
-
-def test_spans_leave_out_the_wait_for_the_first_and_after_the_last_action():
     timeline = simulate(catalog.build("1f1b-fused", stages=4, microbatches=8), UNIT)
     assert timeline.makespan == 33
     assert timeline.stage_spans == (33, 30, 27, 24)
@@ -97,12 +91,9 @@ def test_devices_run_every_order_and_come_near_to_the_free_running_clock(name, m
         assert timed.end - timed.start == pytest.approx(costs.of(timed.action.kind))
 
 
-def test_one_stage_waits_for_nobody():
+def test_one_stage_waits_for_nobody_and_chunks_may_cost_differently():
     timeline = device_clock(catalog.build("1f1b", stages=1, microbatches=3), Costs(1, 1, 1, 5))
     assert timeline.makespan == 9
-
-
-def test_chunks_may_cost_differently():
     schedule = catalog.build("gpipe", stages=2, microbatches=1)
     timeline = device_clock(schedule, [Costs(1, 2, 3), Costs(10, 20, 30)])
     lengths = {str(t.action): t.end - t.start for row in timeline.rows for t in row}

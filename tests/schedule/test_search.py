@@ -68,7 +68,7 @@ def above_optimum(record: dict) -> float:
     return simulate(found, costs).makespan / record["optimum"] - 1
 
 
-@pytest.mark.parametrize("step", [60, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [100, pytest.param(1, marks=pytest.mark.slow)])
 def test_close_to_proven_optima(step):
     found = [above_optimum(record) for record in OPTIMA[::step]]
     assert min(found) > -1e-9

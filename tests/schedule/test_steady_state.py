@@ -48,30 +48,6 @@ def test_the_steady_state_is_drawn_with_the_versions_that_its_actions_find(capsy
     assert "of them with residuals, per stage: 3, 1, 3, 1" in drawn
 
 
-SMALL = ["--stages", "2", "--microbatches", "2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["pipemare"], "needs --stages and --microbatches"),
-        (["pipemare", "--stages", "4", "--microbatches", "0"], "--microbatches 0 must be at least"),
-        (["pipemare", *SMALL, "--chunks", "2"], "--chunks 2 does not fit 'pipemare': each of its"),
-        (["1f1b", *SMALL, "--recompute-segment", "2"], "does not fit '1f1b': segments are for"),
-        (
-            ["pipemare", *SMALL, "--recompute-segment", "3"],
-            "--recompute-segment 3 must be a number of stages from 1 to 2.\n"
-            "Nearest valid: --recompute-segment 2.",
-        ),
-        (["pipemare", "--stages", "2", "--microbatches", "1000000"], "columns, beyond 200000"),
-        (["pipedream", *SMALL, "--format", "csv"], "--format csv does not fit 'pipedream': it nev"),
-    ],
-)
-def test_what_cannot_be_drawn_says_why(capsys, arguments, message):
-    assert cli.main(["show", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 SEGMENTS = [(P, N, S) for P, N in [(1, 1), (4, 3), (8, 1)] for S in range(1, P + 1)]
 
 
