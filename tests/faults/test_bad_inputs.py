@@ -29,6 +29,7 @@ def _cases():
 def _messages(tmp_path, task, path, value):
     """What a file with this value makes the trainer say before it looks for devices."""
     raw = {"run_dir": str(tmp_path / "run"), "data": {"path": str(tmp_path / "data")}, "task": task}
+    raw["pipeline"] = {"schedule": "1f1b"}  # the default would be searched for every value
     *sections, name = path.split(".")
     target = raw
     for section in sections:

@@ -57,7 +57,9 @@ def _batch(config: GPTConfig, documents: bool) -> dict[str, jax.Array]:
 @pytest.mark.pipeline
 @pytest.mark.parametrize(("name", "schedule", "slices", "documents", "options"), CASES)
 def test_slices_of_a_gpt_match_whole_sequences(name, schedule, slices, documents, options):
-    config, options = CONFIGS[name], dict(options)
+    built = jaxpipe.schedules.build(schedule, stages=2, microbatches=2, slices=slices)
+    layers = built.placement.num_virtual_stages
+    config, options = dataclasses.replace(CONFIGS[name], num_layers=layers), dict(options)
     sizes = {axis: options.pop(axis, 1) for axis in ("data", "tensor", "context")}
     axes = {f"{axis}_axis": axis for axis in ("tensor", "context") if sizes[axis] > 1}
     vocabulary = {"vocabulary_axis": "stage"} if "tensor" in options else {}
@@ -66,7 +68,7 @@ def test_slices_of_a_gpt_match_whole_sequences(name, schedule, slices, documents
         gpt.model(config, **axes, **vocabulary),
         gpt.init(config, jax.random.key(0)),
         _batch(config, documents),
-        schedules=[jaxpipe.schedules.build(schedule, stages=2, microbatches=2, slices=slices)],
+        schedules=[built],
         meshes=[mesh],
         reference=functools.partial(jaxpipe.unpipelined.loss, gpt.model(config)),
         floor=1e-3,

@@ -118,12 +118,17 @@ def test_a_buffer_that_is_cleared_beside_its_reader_is_found_to_be_copied():
     assert copies(found, {(5, 32, 32)})
 
 
-@cases
-def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case):
-    for weights in ("stacked", "unrolled"):
-        gated = idle_ticks_only_send(program(*case, weights=weights))
-        assert ("all-gather" in gated) == (case[2] == 3)  # none is gathered ahead of the ticks
-        assert ("reduce-scatter" in gated) == (case[2] >= 2)
+@pytest.mark.parametrize(
+    ("case", "weights"),
+    some(
+        itertools.product(MANY, ("stacked", "unrolled")),
+        *((FEW[0], "stacked"), (FEW[1], "unrolled")),
+    ),
+)
+def test_idle_ticks_run_no_matmul_and_no_collective_but_the_messages(case, weights):
+    gated = idle_ticks_only_send(program(*case, weights=weights))
+    assert ("all-gather" in gated) == (case[2] == 3)  # none is gathered ahead of the ticks
+    assert ("reduce-scatter" in gated) == (case[2] >= 2)
 
 
 @pytest.mark.slow
@@ -251,7 +256,7 @@ def copied_bytes(case: tuple, weights: str) -> list[int]:
     return [one.copied for one in found]
 
 
-@cases
+@pytest.mark.parametrize("case", some(zip(MANY), (FEW[1],)))
 def test_no_layer_copies_a_weight_or_a_gradient_sum_that_is_an_array_of_its_own(case):
     assert not any(copied_bytes(case, "unrolled"))
     stacked = copied_bytes(case, "stacked")

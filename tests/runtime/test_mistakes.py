@@ -466,7 +466,7 @@ def test_the_name_of_a_schedule_is_that_schedule_for_the_mesh():
 
 
 def test_every_schedule_takes_the_default_microbatches():
-    for num_stages in range(1, 9):
+    for num_stages in (1, 2, 3, 8):
         mesh = jaxpipe.make_mesh(stage=num_stages)
         for entry in jaxpipe.schedules.entries():
             schedule, problems = named_schedule(entry.name, mesh, Axes(), None)

@@ -78,7 +78,7 @@ def split(weights: str = "stacked", **given) -> jaxpipe.Pipeline:
     return toys.pipeline("split", **{"schedule": V, "weights": weights} | given)
 
 
-@pytest.mark.parametrize("weights", ["stacked", "unrolled"])
+@pytest.mark.parametrize("weights", ["stacked", pytest.param("unrolled", marks=pytest.mark.slow)])
 def test_one_loop_has_the_matmuls_of_all_its_actions(weights):
     pipe, batch = split(weights, pair_layers=True), toys.named("split").batch(12)
     compiled = measure.compiled(pipe, batch, updates=measure.PLAIN_UPDATES, options=AS_USED)

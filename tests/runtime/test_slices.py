@@ -152,6 +152,7 @@ def test_slices_match_whole_sequences(name, slices, kind, remat, zero):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.pipeline
 def test_slices_of_unequal_length_are_runs_of_equal_ones():
     """Of 3 and 1 quarters of a sequence."""

@@ -1,6 +1,7 @@
 """What a run has chosen is kept: by its resume, and by all of its processes."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import random
@@ -11,6 +12,7 @@ import tiny_tasks
 from rich.console import Console
 
 from jaxpipe.runtime.layers.split import chosen_remat
+from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import to_json
 from jaxpipe.schedule.partition import chunk_costs
@@ -135,14 +137,14 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
 
 def test_a_damaged_record_is_refused_in_one_line(path, recorded):
     record, schedule = json.loads(path.read_text()), to_json(recorded.schedule)
-    other = (
-        _config(mesh={"stage": 4}, model={"num_layers": 8}),
-        _config(pipeline={"microbatches": 6}),
-    )
+    other = [
+        dataclasses.replace(catalog.build("1f1b", stages=p, microbatches=m), name="auto")
+        for p, m in ((4, 4), (2, 6))
+    ]
     for field, value in (
         *(("settings", None), ("settings", [1]), ("schedule", None), ("schedule", {})),
         ("schedule", schedule | {"orders": schedule["orders"][::-1]}),
-        *(("schedule", to_json(configured.order(config))) for config in other),
+        *(("schedule", to_json(order)) for order in other),
         *(("layer_counts", counts) for counts in (None, [4], [4, 0], [2, 3], ["2", "2"])),
         *(("layer_costs", costs) for costs in ([1.0], [1.0, 1.0, 1.0, float("nan")], "1111")),
     ):
