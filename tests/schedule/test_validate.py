@@ -46,8 +46,9 @@ def test_a_dropped_action_is_refused_by_name(case):
     base, d, k = case
     order = list(base.orders[d])
     dropped = order.pop(k)
-    text, wanted = refusal(with_order(base, d, order)), str(dropped)
-    is_left = any(action.kind is Kind.BW for row in (*base.orders[:d], order) for action in row)
+    broken = with_order(base, d, order)
+    text, wanted = refusal(broken), str(dropped)
+    is_left = any(action.kind is Kind.BW for row in broken.orders for action in row)
     if base.mixes_backwards or not is_left:
         # Where no BW, or not only BW, is left to tell, a missing one looks like a split pair.
         wanted = wanted.replace("BW", "B")
