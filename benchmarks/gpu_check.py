@@ -262,16 +262,20 @@ def _tokens(amounts: Amounts) -> jax.Array:
 def attained(device: Device, found: list[Row]) -> Device:
     """The device with the rates of its best matmul, of 8 bits, attention and a copy; its links keep
     their figures."""
-    matmul = max(row["T/s"] for row in found if row["program"].startswith("matmul")) * 1e12
-    of_program = {row["program"].split(" ")[0]: row["T/s"] * 1e12 for row in found}
+
+    def rate(program: str) -> float:
+        rates = [row["T/s"] for row in found if row["program"].startswith(program)]
+        return max(rates) * 1e12
+
+    matmul = rate("matmul")
     efficiency = Efficiency(
         flops=matmul / device.flops,
-        memory=of_program["copy"] / device.bandwidth,
+        memory=rate("copy") / device.bandwidth,
         link=device.efficiency.link,
-        attention=of_program["attention,"] / matmul,  # the last one, with its backward
+        attention=rate("attention, forward and backward") / matmul,
     )
     source = f"benchmarks/gpu_check.py on one {jax.devices()[0].device_kind}"
-    fp8 = of_program["fp8"] / matmul
+    fp8 = rate("fp8 matmul") / matmul
     return dataclasses.replace(device, efficiency=efficiency, fp8=fp8, source=source)
 
 

@@ -179,8 +179,13 @@ def _runs_on_hopper(x: jax.Array, shape: tuple[int, ...]) -> bool:
 
 
 class Tiles(NamedTuple):
-    """Rows and columns of a tile of a product, of which so many steps are in flight, in turns over
-    so many tiles of columns."""
+    """The way in which jax's kernels for Hopper cut a matmul.
+
+    Args:
+      rows, columns: of the part of the result that a multiprocessor computes at a time.
+      steps: how many pieces of the operands are loaded ahead.
+      turn: columns of tiles that are computed before the next ones, while rows go by.
+    """
 
     rows: int
     columns: int
@@ -226,13 +231,14 @@ def _hopper_product(kernels, sizes, transposed, x):
 def _hopper_kernel_gradients(x, dy, sizes):
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
+    tiles = Tiles(_gradient_tile(x.shape[1]), _gradient_tile(dy.shape[1]))
     return transposed_ragged_dot_mgpu.transposed_ragged_dot(
         x,
         dy,
         group_sizes=sizes,
-        block_m=_gradient_tile(x.shape[1]),
-        block_n=_gradient_tile(dy.shape[1]),
+        block_m=tiles.rows,
+        block_n=tiles.columns,
         block_k=64,
-        max_concurrent_steps=6,
-        grid_block_n=8,
+        max_concurrent_steps=tiles.steps,
+        grid_block_n=tiles.turn,
     )

@@ -163,7 +163,7 @@ def _of_function(source: str, column: str, given: str) -> list[Shard]:
         sys.path.insert(0, os.getcwd())  # a script's path begins with its own folder
     try:
         data = pkgutil.resolve_name(source)()
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, OSError, ValueError) as error:
         raise ValueError(f"{given} cannot be imported and called: {error}.") from error
     if not hasattr(data, "num_shards") or not hasattr(data, "shard"):
         raise ValueError(
