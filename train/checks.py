@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -116,6 +117,7 @@ def check(
         profile.failures,
         noise.failures,
         _processes,
+        _copies,
         _wandb,
     ]
     if wrong_model or not (reads or Path(config.data.path).exists()):
@@ -408,6 +410,24 @@ def _processes(config: Config) -> Iterator[Failure]:
             f"distributed.process_id={number} must be below distributed.num_processes={count}. "
             f"Nearest valid: {count - 1}.",
             paths[1:],
+        )
+
+
+def _copies(config: Config) -> Iterator[Failure]:
+    """Finds copies in memory that could not be continued."""
+    every = config.distributed.copy_every
+    if every and configured.is_asynchronous(config):
+        yield Failure(
+            f"distributed.copy_every={every} needs a pipeline that drains in every step, and "
+            f"pipeline.schedule={config.pipeline.schedule} does not: what is in flight fits no "
+            "smaller mesh. Nearest valid: 0, or pipeline.schedule=1f1b.",
+            ("distributed.copy_every", "pipeline.schedule"),
+        )
+    if every and not hasattr(os, "memfd_create"):
+        yield Failure(
+            f"distributed.copy_every={every} needs Linux, which has files in memory. Nearest "
+            "valid: 0.",
+            ("distributed.copy_every",),
         )
 
 

@@ -334,6 +334,9 @@ class DistributedConfig(Section):
     patience_seconds: Positive = 60.0
     """Time for which the others wait for a silent process, and by which a step may take longer than
     the longest one so far. Then they name the process and end with status 75."""
+    copy_every: Natural = 0
+    """Optimizer steps from one copy of the state in the hosts' memory to the next; 0 keeps none.
+    With copies, the others go on without a lost process, on fewer data shards."""
 
 
 class WandbConfig(Section):

@@ -110,8 +110,27 @@ def refused(message: str, *fields: str) -> ConfigError:
     return ConfigError([Failure(message, fields)])
 
 
-class MissingProcessError(RuntimeError):
-    """Processes of a run have not come; all others end, so that they can be started again.
+class RestartError(RuntimeError):
+    """All processes of a run end, so that they can be started again."""
+
+
+class CannotContinueError(RestartError):
+    """The processes that are left after a loss cannot go on from their memory.
+
+    Args:
+      reason: why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"the processes that are left cannot go on from copies in memory: {reason}. Start all "
+            "processes again with --resume to continue from the newest checkpoint."
+        )
+
+
+class MissingProcessError(RestartError):
+    """Processes of a run have not come; all others end.
 
     Args:
       missing: their numbers.

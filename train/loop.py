@@ -22,7 +22,16 @@ from jaxpipe.asynchronous import steady_text
 from jaxpipe.checkpoint import Fetch
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
-from train import checkpoint, configured, distributed, evaluation, initial, noise, run_folder
+from train import (
+    checkpoint,
+    configured,
+    distributed,
+    evaluation,
+    initial,
+    noise,
+    run_folder,
+    survivors,
+)
 from train.config import Config
 from train.configured import Choice
 from train.data import stream
@@ -36,6 +45,7 @@ from train.profile import STAGE_SECONDS, Profile, check_processes, slowest, writ
 from train.run_lock import RunLock
 from train.step import Setup
 from train.stop import StopRequest
+from train.survivors import Group, Survivor
 from train.watchdog import Watchdog, stages_by_process
 
 # A new checkpoint is written before an old one is removed.
@@ -76,12 +86,14 @@ class Start:
       changes: settings that differ from the checkpoint's.
       in_flight: whether the checkpoint holds a pipeline that was not drained.
       ended: whether the run had done all its steps.
+      from_memory: whether copies in memory have the state, in place of a checkpoint.
     """
 
     step: int = 0
     changes: tuple[str, ...] = ()
     in_flight: bool = False
     ended: bool = False
+    from_memory: bool = False
 
 
 def find_start(
@@ -171,7 +183,14 @@ def headline(setup: Setup) -> str:
     )
 
 
-def run(config: Config, watchdog: Watchdog, goodput: Goodput, *, resume: bool) -> float | None:
+def run(
+    config: Config,
+    watchdog: Watchdog,
+    goodput: Goodput,
+    *,
+    resume: bool,
+    group: Group | None = None,
+) -> float | None:
     """Trains as configured, or continues a run.
 
     Args:
@@ -179,6 +198,8 @@ def run(config: Config, watchdog: Watchdog, goodput: Goodput, *, resume: bool) -
       watchdog: watches the other processes.
       goodput: the clock of this process, since its start.
       resume: continue from the newest whole checkpoint in the run folder, if there is any.
+      group: the processes that are left of this run, if some were lost; they continue from the
+        copies in their memory, unless a checkpoint is newer.
 
     Returns:
       The score that the task gives the trained model; None if the task has no score, or if the run
@@ -195,7 +216,8 @@ def run(config: Config, watchdog: Watchdog, goodput: Goodput, *, resume: bool) -
     try:
         distributed.from_first(lambda: take_folder(lock, config, resume=resume))
         with mirrored(config, lock, say=show) as fetch:
-            return _run(config, console, watchdog, goodput, resume=resume, fetch=fetch)
+            given = config, console, watchdog, goodput
+            return _run(*given, resume=resume, fetch=fetch, group=group)
     finally:
         lock.release()
 
@@ -208,6 +230,7 @@ def _run(
     *,
     resume: bool,
     fetch: Fetch | None,
+    group: Group | None,
 ) -> float | None:
     is_writer = jax.process_index() == 0
     folder = config.folder
@@ -224,8 +247,14 @@ def _run(
         fetch=fetch,
     )
     begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
+    if group is not None and group.step >= begin.step:
+        begin = Start(group.step, from_memory=True)
     say(console, headline(setup))
-    if resume:
+    if group is not None:
+        say(console, f"going on {group.without}")
+    if begin.from_memory:
+        say(console, f"continuing {config.run_dir} at step {begin.step}, from copies in memory")
+    elif resume:
         for note in checkpoints.found.notes():
             say(console, note)
         say(console, f"resuming {config.run_dir} at step {begin.step}")
@@ -243,7 +272,7 @@ def _run(
         ):
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
             with watchdog.explained(), contextlib.closing(trainer.stream):
-                trainer.begin(begin)
+                trainer.begin(begin, group)
                 is_done = trainer.train()
                 say(console, str(goodput))
                 score = trainer.finish() if is_done else None
@@ -307,19 +336,35 @@ class Trainer:
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.evaluated: dict[str, Any] = {}
         self.noise = noise.Gauge(setup, self.config.folder / run_folder.METRICS_FILE)
+        self.survivor: Survivor | None = None
         self.mode: Mode
         self.carried: Any
         self.compiled: Any
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: Start, group: Group | None) -> None:
         """Compiles, and makes the state that the first step starts from: initial, or restored."""
+        self.survivor = survivors.joined(self.config, group)
+        if self.survivor is not None:
+            self.watchdog.leave = self.survivor.leave
+        self._begin(start, group)
+        if group is not None:
+            if self.survivor is not None:
+                self._copy(self.survivor)  # before those end whose copies were read
+            group.release()
+
+    def _begin(self, start: Start, group: Group | None) -> None:
         self.step = start.step
         if start.step == 0:
             self._enter(lambda mode: mode.begin(initial.state(self.setup, self.console), 0))
             return
         kept = self.modes.asynchronous if start.in_flight else self.modes.synchronous
         with self.goodput.on(CHECKPOINT):
-            saved, position = checkpoint.restore(self.checkpoints, start.step, kept.saved_shapes)
+            if group is not None and start.from_memory:
+                saved, position = group.restore(kept.saved_shapes), group.data
+            else:
+                saved, position = checkpoint.restore(
+                    self.checkpoints, start.step, kept.saved_shapes
+                )
         with checkpoint.readable(start.step):
             stream.continue_at(self.stream, position)
         carried = kept.from_saved(saved, start.step)
@@ -327,6 +372,15 @@ class Trainer:
             self._enter(lambda _: carried)
         else:
             self._enter(lambda mode: mode.begin(carried, start.step))
+
+    def _copy(self, survivor: Survivor) -> None:
+        """Copies the state to the memory of the hosts."""
+        jax.block_until_ready(self.carried)  # as a part of the step
+        with self.goodput.on(CHECKPOINT):
+            survivor.take(self.step, self.mode.to_saved(self.carried), self._position)
+
+    def _position(self) -> Any:
+        return distributed.furthest(self.stream.get_state())
 
     def _enter(self, begin: Callable[[Mode], Any]) -> None:
         """Continues in the mode that follows this step."""
@@ -380,6 +434,8 @@ class Trainer:
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
+                if self.survivor is not None and self.step % self.survivor.copy_every == 0:
+                    self._copy(self.survivor)
                 if unread is not None:
                     # Values are read a step late, so that the devices always have work.
                     self._record(*unread)
@@ -461,7 +517,7 @@ class Trainer:
                 self.checkpoints,
                 self.step,
                 self.mode.to_saved(self.carried),
-                data=distributed.furthest(self.stream.get_state()),
+                data=self._position(),
                 run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
                 eval_loss=evaluated["eval_loss"] if is_whole else None,
             )

@@ -7,6 +7,7 @@ started again, 130 when it was interrupted before training.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import logging
@@ -73,7 +74,7 @@ def _main(arguments: Sequence[str]) -> int:
         _run(invocation, goodput)
     except errors.ConfigError as error:
         return _refuse(error)
-    except errors.MissingProcessError as error:
+    except errors.RestartError as error:
         print(f"error: {error}", file=sys.stderr)
         return watchdog.RESTART
     except errors.NonFiniteLossError as error:
@@ -94,8 +95,12 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _run(invocation, goodput) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, configured, distributed, errors
+    from train import checks, configured, distributed, errors, survivors
 
+    group = None
+    if (survivor := survivors.inherited()) is not None:
+        group = survivor.regroup()
+        invocation = dataclasses.replace(invocation, config=group.config, resume=True)
     config, out_of_range = checks.in_range(invocation.config)
     chooses = config.pipeline.schedule == configured.PLAN
     if chooses:  # until there are devices, any schedule will do to check the rest
@@ -146,7 +151,7 @@ def _run(invocation, goodput) -> None:
         elif invocation.evaluate:
             evaluation.run(config)
         else:
-            loop.run(config, watchdog, goodput, resume=resume)
+            loop.run(config, watchdog, goodput, resume=resume, group=group)
 
 
 def _keep_programs() -> None:

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -54,11 +54,16 @@ class Watchdog:
     Args:
       patience_seconds: time for which a process may be silent, and by which a step may take longer
         than the longest step so far.
+
+    Attributes:
+      stages: the stages of every process, in words, once there is a mesh.
+      leave: goes on without a missing process, in place of ending for a restart; None if it cannot.
     """
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience, self._longest = patience_seconds, 0.0
         self.stages: Mapping[int, str] = {}
+        self.leave: Callable[[], NoReturn] | None = None
         self._count, self._own = jax.process_count(), jax.process_index()
         self._doing, self._step, self._since = "the start", 0, time.monotonic()
         self._is_stepping = False
@@ -71,7 +76,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._count > 1:
-            self._client = _client()
+            self._client = client()
             if self._own != 0:
                 _on_abort(self._aborted)
             for run in (self._say, self._watch):
@@ -162,6 +167,8 @@ class Watchdog:
         if self._missing is None:
             self._missing = [] if alive else missing
             self._explain(missing, reason, alive)
+        if self.leave is not None and not alive:
+            self.leave()
         if self._own == 0:
             # Without process 0 the others would learn nothing more and take it for the missing one.
             time.sleep(_FAREWELL_SECONDS)
@@ -170,9 +177,12 @@ class Watchdog:
     def _explain(self, missing: list[int], reason: str, alive: bool) -> None:
         waited = time.monotonic() - self._since
         lines = [f"error: {self._described(n, alive)}" for n in missing]
+        end = f"ends with status {RESTART}: start all processes again with --resume to continue."
+        if self.leave is not None and not alive:
+            end = "starts anew with those that are left, which have copies of the state."
         lines.append(
             f"error: process {self._own} has waited {waited:.0f} s at {self._doing} ({reason}) and "
-            f"ends with status {RESTART}: start all processes again with --resume to continue."
+            f"{end}"
         )
         with contextlib.suppress(OSError):  # nobody may be reading
             os.write(2, "".join(f"{line}\n" for line in lines).encode())
@@ -216,7 +226,8 @@ def stages_by_process(mesh: jax.sharding.Mesh) -> dict[int, str]:
 # jax has no public names for the key-value store that its processes share, and its address.
 
 
-def _client() -> Any:
+def client() -> Any:
+    """Returns the client of the store that processes share."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -226,6 +237,14 @@ def _address() -> str:
     from jax._src import distributed
 
     return str(distributed.global_state.coordinator_address)
+
+
+def own_host() -> str:
+    """Returns the address of this host by which others on its network reach it."""
+    host, _, port = _address().rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host.strip("[]"), int(port)))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def _on_abort(handle: Any) -> None:

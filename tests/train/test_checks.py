@@ -73,6 +73,7 @@ NEAREST = {
     ),
     "pipeline.schedule: pipemare, asynchronous.warmup_steps: 30": "29, or pipeline.schedule=1f1b.",
     "pipeline.schedule: pipemare, optimizer.ema_decay: 0.9": "optimizer.ema_decay=0.",
+    "pipeline.schedule: pipemare, distributed.copy_every: 5": "0, or pipeline.schedule=1f1b.",
     "asynchronous.warmup_steps: 3": "0, or pipeline.schedule=pipemare.",
     "asynchronous.rescheduling_steps: 0": "None, or pipeline.schedule=pipemare.",
     # Optimizers.

@@ -1,0 +1,169 @@
+"""Copies of the training state in the memory of hosts, which outlive the program that took them.
+
+A file in memory has no name and belongs to whoever has its descriptor, so a program that replaces
+itself hands it on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+class Part(NamedTuple):
+    """A part of an array in a copy.
+
+    Args:
+      leaf: number of the array in the state.
+      start: where the part begins in the array, in every dimension.
+      shape: shape of the part.
+      offset: its first byte in the file.
+      size: number of bytes.
+    """
+
+    leaf: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclasses.dataclass
+class Copy:
+    """What the devices of a process held of the state after a step.
+
+    Args:
+      file: descriptor of the file in memory.
+      step: optimizer steps done; -1 while the file is not whole.
+      data: the position in the data, for JSON.
+      sizes: bytes of every array of the state, wherever its parts are.
+      parts: what is in the file.
+    """
+
+    file: int
+    step: int = -1
+    data: Any = None
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Reads bytes of the file."""
+        with mmap.mmap(self.file, 0, prot=mmap.PROT_READ) as content:
+            return content[offset : offset + size]
+
+
+def from_json(described: dict[str, Any]) -> Copy:
+    """Makes a copy again of its fields, after a round trip through JSON."""
+    return Copy(**described | {"parts": parts_from_json(described["parts"])})
+
+
+def parts_from_json(described: Sequence[Any]) -> list[Part]:
+    """Makes parts again of what JSON made of them."""
+    return [
+        Part(leaf, tuple(start), tuple(shape), offset, size)
+        for leaf, start, shape, offset, size in described
+    ]
+
+
+def new_pair() -> list[Copy]:
+    """Makes two copies that hold nothing: while one is written, the other is whole."""
+    return [Copy(os.memfd_create(f"state {number}")) for number in range(2)]
+
+
+def older(pair: Sequence[Copy]) -> Copy:
+    """Returns the one of a pair that is to be written."""
+    return min(pair, key=lambda copy: copy.step)
+
+
+def write(copy: Copy, step: int, state: PyTree, data: Any) -> None:
+    """Copies what the devices of this process hold of the state.
+
+    Args:
+      copy: what it held is lost.
+      step: optimizer steps done.
+      state: a tree of global arrays.
+      data: the position in the data, for JSON.
+    """
+    leaves = jax.tree.leaves(state)
+    copy.step, copy.data, copy.parts = -1, data, []
+    copy.sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+    with open(copy.file, "wb", closefd=False) as file:
+        file.seek(0)
+        for leaf, array in enumerate(leaves):
+            for start, part in _parts(array):
+                content = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+                copy.parts.append(Part(leaf, start, part.shape, file.tell(), content.size))
+                file.write(content.data)
+    copy.step = step
+
+
+def _parts(array: jax.Array) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Yields the different parts of an array that this process's devices hold."""
+    shards = {_start(shard.index): shard for shard in array.addressable_shards}
+    for start, shard in shards.items():
+        yield start, np.asarray(shard.data)
+
+
+def _start(index: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.start or 0 for part in index)
+
+
+Read = Callable[[Part], bytes]
+"""Reads a part, wherever it is."""
+
+
+def restore(shapes: PyTree, parts: Sequence[tuple[Part, Read]]) -> PyTree:
+    """Makes a state of parts; devices may share it in another way than when it was copied.
+
+    Args:
+      shapes: the state's shapes and dtypes, with shardings.
+      parts: parts of all arrays, and how each is read; of equal ones the first is.
+    """
+    places: dict[int, dict[tuple[int, ...], tuple[Part, Read]]] = {}
+    for part, read in parts:
+        places.setdefault(part.leaf, {}).setdefault(part.start, (part, read))
+    leaves, tree = jax.tree.flatten(shapes)
+
+    def made(number: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def region(index: Any) -> np.ndarray:
+            bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
+            return _region(bounds, leaf.dtype, places[number].values())
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, region)
+
+    return jax.tree.unflatten(tree, [made(number, leaf) for number, leaf in enumerate(leaves)])
+
+
+def are_whole(parts: Sequence[Part], sizes: Sequence[int]) -> bool:
+    """Says whether parts, equal ones counted once, make up arrays of so many bytes each."""
+    found = [0] * len(sizes)
+    for (leaf, _), size in {(part.leaf, part.start): part.size for part in parts}.items():
+        found[leaf] += size
+    return found == list(sizes)
+
+
+def _region(
+    bounds: Sequence[tuple[int, int]], dtype: Any, parts: Iterable[tuple[Part, Read]]
+) -> np.ndarray:
+    """Reads what lies between bounds, from below the one to below the other in every dimension."""
+    region = np.empty([end - start for start, end in bounds], dtype)
+    for part, read in parts:
+        ends = [begin + size for begin, size in zip(part.start, part.shape, strict=True)]
+        inside = [
+            (max(start, begin), min(end, last))
+            for (start, end), begin, last in zip(bounds, part.start, ends, strict=True)
+        ]
+        if all(first < last for first, last in inside):
+            array = np.frombuffer(read(part), dtype).reshape(part.shape)
+            source = [slice(f - b, n - b) for (f, n), b in zip(inside, part.start, strict=True)]
+            target = [slice(f - b, n - b) for (f, n), (b, _) in zip(inside, bounds, strict=True)]
+            region[tuple(target)] = array[tuple(source)]
+    return region
