@@ -348,8 +348,7 @@ class Trainer:
             self.watchdog.leave = self.survivor.leave
         self._begin(start, group)
         if group is not None:
-            if self.survivor is not None:
-                self._copy(self.survivor)  # before those end whose copies were read
+            self._copy()  # before those end whose copies were read
             group.release()
 
     def _begin(self, start: Start, group: Group | None) -> None:
@@ -373,11 +372,12 @@ class Trainer:
         else:
             self._enter(lambda mode: mode.begin(carried, start.step))
 
-    def _copy(self, survivor: Survivor) -> None:
-        """Copies the state to the memory of the hosts."""
-        jax.block_until_ready(self.carried)  # as a part of the step
-        with self.goodput.on(CHECKPOINT):
-            survivor.take(self.step, self.mode.to_saved(self.carried), self._position)
+    def _copy(self) -> None:
+        """Copies the state to the memory of the hosts, if another process can need it."""
+        if self.survivor is not None:
+            jax.block_until_ready(self.carried)  # as a part of the step
+            with self.goodput.on(CHECKPOINT):
+                self.survivor.take(self.step, self.mode.to_saved(self.carried), self._position)
 
     def _position(self) -> Any:
         return distributed.furthest(self.stream.get_state())
@@ -410,6 +410,7 @@ class Trainer:
     def train(self) -> bool:
         """Runs the remaining steps; returns False if it was asked to stop before the last."""
         config, last = self.config.train, self.config.train.steps
+        copies = self.config.distributed.copy_every
         self.goodput.enter(STEP)
         unread: tuple[int, Any] | None = None
         clock = Clock()
@@ -434,14 +435,15 @@ class Trainer:
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
-                if self.survivor is not None and self.step % self.survivor.copy_every == 0:
-                    self._copy(self.survivor)
                 if unread is not None:
                     # Values are read a step late, so that the devices always have work.
                     self._record(*unread)
                     unread = None
                 stopping = self.stop.after(self.step)
                 is_last = self.step == last or stopping
+                # What follows the last step saves it.
+                if copies and self.step % copies == 0 and not is_last:
+                    self._copy()
                 evaluates = self.step % config.eval_every == 0 or self.step == last
                 logs = self.step % config.log_every == 0 or self.step == 1 or is_last or evaluates
                 saves = self.step % config.checkpoint_every == 0 or is_last

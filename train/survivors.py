@@ -97,11 +97,6 @@ class Survivor:
         self._changing = threading.Lock()
         threading.Thread(target=self._serve, name="survivor", daemon=True).start()
 
-    @property
-    def copy_every(self) -> int:
-        """Optimizer steps from one copy to the next."""
-        return int(self.membership.config["distributed"]["copy_every"])
-
     # Copies.
 
     def take(self, step: int, state: PyTree, data: Callable[[], Any]) -> None:
