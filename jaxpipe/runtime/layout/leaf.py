@@ -40,51 +40,11 @@ def communicate(
     return collective(number, axes).astype(array.dtype)
 
 
-class Cut(abc.ABC):
-    """The way in which devices share an array.
-
-    Attributes:
-      shape: shape of the whole array.
-    """
-
-    shape: tuple[int, ...]
-
-    @property
-    @abc.abstractmethod
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes whose devices hold parts."""
-
-    @abc.abstractmethod
-    def own(self, whole: jax.Array) -> jax.Array:
-        """Takes this device's part of an array that every device has."""
-
-    @abc.abstractmethod
-    def whole(self, part: jax.Array) -> jax.Array:
-        """Makes the array from all devices' parts."""
-
-    @abc.abstractmethod
-    def counts(self) -> jax.Array | None:
-        """Marks the elements of a part that belong to the array; None if all do."""
-
-    def with_padding(self, part: jax.Array) -> jax.Array:
-        """Sets the elements that only pad a part to zero."""
-        counts = self.counts()
-        return part if counts is None else jnp.where(counts, part, jnp.zeros((), part.dtype))
-
-
-class DevicePart(NamedTuple):
-    """A device's part of an array."""
-
-    value: jax.Array
-    cut: Cut
-
-
 class AxisSplit(NamedTuple):
     """A dimension that model axes split.
 
     Args:
       axes: the mesh axes, the outermost first.
-      dim: the dimension.
       size: devices along them.
       joined: the lengths of the arrays that are joined in this dimension, if there are several.
         Every one is split by itself, and a device has its part of each.
@@ -125,12 +85,11 @@ class AxisSplit(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Slices(Cut):
-    """A cut in which some dimensions are split over mesh axes each; the last part may be padded.
+class Cut:
+    """The way in which devices share an array: mesh axes split some dimensions each.
 
     Args:
-      shape: shape of the whole array.
-      dims: the dimensions, with the axes that split each.
+      dims: the dimensions, with the axes that split each; the last part may be padded.
       joined: the splits of dimensions in which several arrays are joined.
     """
 
@@ -140,12 +99,14 @@ class Slices(Cut):
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The mesh axes whose devices hold parts."""
         return tuple(name for axes, _ in self.dims for name in axes)
 
     def _size(self, axes: tuple[str, ...], dim: int) -> int:
         return -(-self.shape[dim] // lax.axis_size(axes))
 
     def own(self, whole: jax.Array) -> jax.Array:
+        """Takes this device's part of an array that every device has."""
         for split in self.joined:
             whole = split.in_parts(whole)
         for axes, dim in self.dims:
@@ -156,6 +117,7 @@ class Slices(Cut):
         return whole
 
     def whole(self, part: jax.Array) -> jax.Array:
+        """Makes the array from all devices' parts."""
         for axes, dim in self.dims:
             part = lax.all_gather(part, axes, axis=dim, tiled=True)
             part = lax.slice_in_dim(part, 0, self.shape[dim], axis=dim)
@@ -164,6 +126,7 @@ class Slices(Cut):
         return part
 
     def counts(self) -> jax.Array | None:
+        """Marks the elements of a part that belong to the array; None if all do."""
         masks = []
         for axes, dim in self.dims:
             size = self._size(axes, dim)
@@ -175,43 +138,43 @@ class Slices(Cut):
                 )
         return math.prod(masks[1:], start=masks[0]) if masks else None
 
+    def with_padding(self, part: jax.Array) -> jax.Array:
+        """Sets the elements that only pad a part to zero."""
+        counts = self.counts()
+        return part if counts is None else jnp.where(counts, part, jnp.zeros((), part.dtype))
+
 
 @dataclasses.dataclass(frozen=True)
 class Flat(Cut):
-    """A cut in which data shards hold equal parts of the flat array; the last may be padded.
+    """A cut whose parts, of this shape, data shards split further: each holds an equal run of the
+    flat part, of which the last may be padded."""
 
-    Args:
-      local: split of the whole array over model axes; data shards split a device's part of it.
-      own_shape: shape of a device's part.
-      data: axes of the data shards.
-    """
-
-    local: Slices
-    own_shape: tuple[int, ...]
-    data: tuple[str, ...]
-
-    # Other cuts are given their shape; mypy has no read-only attributes to say so.
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Shape of the whole array."""
-        return self.local.shape
+    part_shape: tuple[int, ...] = ()
+    data: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (*self.local.axes, *self.data)
+        return (*super().axes, *self.data)
 
     @property
-    def _shards(self) -> Slices:
-        return Slices((math.prod(self.own_shape),), ((self.data, 0),) if self.data else ())
+    def _shards(self) -> Cut:
+        return Cut((math.prod(self.part_shape),), ((self.data, 0),) if self.data else ())
 
     def own(self, whole: jax.Array) -> jax.Array:
-        return self._shards.own(self.local.own(whole).reshape(-1))
+        return self._shards.own(super().own(whole).reshape(-1))
 
     def whole(self, part: jax.Array) -> jax.Array:
-        return self.local.whole(self._shards.whole(part).reshape(self.own_shape))
+        return super().whole(self._shards.whole(part).reshape(self.part_shape))
 
     def counts(self) -> jax.Array | None:
         return self._shards.counts()
+
+
+class DevicePart(NamedTuple):
+    """A device's part of an array."""
+
+    value: jax.Array
+    cut: Cut
 
 
 # Layouts.
@@ -225,8 +188,6 @@ class Leaf:
     shards: a device's part of an array that model axes split is laid out like any other array.
 
     Args:
-      shape: shape of the array.
-      dtype: dtype of the array.
       stage_dim: dimension split over stages, or None.
       data_dim: dimension split over data shards when sharded, or None if none divides.
       data_parts: number of parts into which ``data_dim`` is split.
@@ -335,11 +296,11 @@ class Leaf:
         """The partition spec of the canonical array: see `spread`."""
         return self.spread(num_stages).spec(axes, sharded=True)
 
-    def cut(self, axes: Axes, *, sharded: bool) -> Slices:
+    def cut(self, axes: Axes, *, sharded: bool) -> Cut:
         """The cut by which devices share the array; ``sharded``: whether data shards split it."""
         names = self.names(axes, sharded=sharded)
         dims = tuple((axis, dim) for dim, axis in names.items())
-        return Slices(self.shape, dims, tuple(split for split in self.splits if split.joined))
+        return Cut(self.shape, dims, tuple(split for split in self.splits if split.joined))
 
     def struct(self, *, sharded: bool = False) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the array, or of a data shard's part."""
@@ -350,12 +311,7 @@ class Leaf:
 
 
 class MeshLayout(abc.ABC):
-    """Layout of a tree of arrays on a mesh.
-
-    Attributes:
-      mesh: the mesh.
-      axes: names of its axes.
-    """
+    """Layout of a tree of arrays on a mesh."""
 
     mesh: Mesh
     axes: Axes

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.runtime.barriers import Carry, run_if, tie
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout, Slices, communicate
+from jaxpipe.runtime.layout.leaf import Cut, Leaf, MeshLayout, communicate
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Placed, Stored, Tree
@@ -31,11 +31,6 @@ class LayersOnMesh(MeshLayout):
     """The layout of layers on a mesh, which moves them between canonical and placed arrays.
 
     A placed array has shape ``[stages, ...]``, with a stage's part as a `LayerLayout` describes it.
-
-    Args:
-      layers: layout of the layers.
-      mesh: the mesh.
-      axes: names of its axes.
     """
 
     layers: LayerLayout
@@ -187,7 +182,7 @@ class LayersOnMesh(MeshLayout):
         if dim == 0:
             is_here &= n // len(w) == self._stage
         elif dim is not None:
-            layer = Slices(layer.shape, (((self.axes.stage,), dim - 1),)).own(layer)
+            layer = Cut(layer.shape, (((self.axes.stage,), dim - 1),)).own(layer)
         old = lax.dynamic_index_in_dim(w, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(w, jnp.where(is_here, layer, old), at, 0)
 
@@ -199,7 +194,7 @@ class LayersOnMesh(MeshLayout):
 
             def put(arrays: Arrays, n: int = n, at: Tree = at) -> Arrays:
                 parts, arrays = tie(canonical[n], arrays)
-                layer = self._each(Slices.whole, n, parts)
+                layer = self._each(Cut.whole, n, parts)
                 layer = self._rearranged(_to_parts, n, layer, sharded=False)
                 stored = self._local.pack(layer, n)
                 place, leaves = self._local.layer_at(at, n), self._local.leaves_of(n)
@@ -231,7 +226,7 @@ class LayersOnMesh(MeshLayout):
                 params = self._local.unpack(layer, n)
                 params = self._rearranged(_from_parts, n, params, sharded=False)
                 # Arrays that a loop does not change would not make the next one wait for it.
-                return tie(arrays, self._each(Slices.own, n, params))
+                return tie(arrays, self._each(Cut.own, n, params))
 
             nothing = jax.tree.map(
                 lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),
@@ -254,7 +249,7 @@ class LayersOnMesh(MeshLayout):
         return sorted(places.items())
 
     def _each(self, fn: Callable[..., Tree], n: int, layer: LayerParams) -> LayerParams:
-        """Applies a method of `Slices` to each of a layer's canonical arrays."""
+        """Applies a method of `Cut` to each of a layer's canonical arrays."""
 
         def apply(leaf: Leaf, w: jax.Array) -> jax.Array:
             return fn(leaf.spread(self.num_stages).cut(self.axes, sharded=True), w)
@@ -282,13 +277,13 @@ def _from_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.A
     return w
 
 
-def _joined_cuts(leaf: Leaf, axes: Axes, *, sharded: bool) -> Iterator[tuple[Slices, Slices]]:
+def _joined_cuts(leaf: Leaf, axes: Axes, *, sharded: bool) -> Iterator[tuple[Cut, Cut]]:
     """Yields the canonical and the placed cut of each dimension in which arrays are joined."""
     names = leaf.names(axes, sharded=sharded)
     for split in leaf.splits:
         if split.joined:
             dims = ((names[split.dim], split.dim),)
-            yield Slices(leaf.shape, dims), Slices(leaf.shape, dims, (split,))
+            yield Cut(leaf.shape, dims), Cut(leaf.shape, dims, (split,))
 
 
 def _inverse(forward: Callable[[Tree], Tree], backward: Callable[[Tree], Tree]) -> Tree:

@@ -160,7 +160,7 @@ class Packed(LayerLayout):
         if not sharded:
             return cuts
         return [
-            Flat(cut, leaf.local.shape, axes.sharding(leaf.apart))
+            Flat(cut.shape, cut.dims, cut.joined, leaf.local.shape, axes.sharding(leaf.apart))
             for cut, leaf in zip(cuts, leaves, strict=True)
         ]
 
