@@ -365,7 +365,6 @@ class _Split:
 
     Args:
       params: parameters of each layer, in plain dictionaries.
-      states: what else each layer keeps.
       in_layer: whether a leaf of the module belongs to a layer: a filter of `nnx.split`.
       outer: the parameters of the module that belong to no layer.
     """

@@ -289,11 +289,8 @@ class _Compared:
     """The distance of an array of one configuration from the reference.
 
     Args:
-      case: the configuration.
-      path: path of the array.
       relative: the largest difference, relative to the array's scale.
       scale: the largest absolute value in the reference.
-      text: the difference in words.
     """
 
     case: str

@@ -44,7 +44,6 @@ class SteadyRow(NamedTuple):
       row: what the executor runs, and R among its cells, if anything is recomputed.
       inputs: slots of the inputs that F keeps and R reads, by their kinds; empty without R.
       reads: slots of the versions of embedding and head, by phase: enter, leave, embed_gradient.
-      updates: what is updated at the end, by part.
       any_update: 1 if any part of any stage is.
     """
 
@@ -89,8 +88,6 @@ class SteadyRows:
 
         Args:
           tick: counted since the pipeline was last empty; an integer or an array of them.
-          stage: number of the stage, from 0.
-          layers: how many the stage has.
         """
         steady, part, nothing = self.steady, self.steady.stage(stage), Transfer(NONE, NONE)
         row = Row(

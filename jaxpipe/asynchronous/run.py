@@ -50,7 +50,6 @@ class Recent:
       rows: their rows, leaves ``[slots, ...]``.
       rng: their steps' keys, ``[slots]``, or None.
       scale: the scale of their losses, float32 ``[slots]``, or None if these are not weighted.
-      steady: which microbatch is in which slot.
     """
 
     rows: Batch
@@ -104,8 +103,6 @@ def call(
     """Runs N ticks in which a minibatch enters, or those that drain the pipeline.
 
     Args:
-      setup: what to run.
-      rules, state: how to train, and this device's part of the state.
       rows, rng: the minibatch, leaves ``[rows, N, ...]``, and its key; None to drain.
 
     Returns:

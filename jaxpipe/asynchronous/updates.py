@@ -52,15 +52,7 @@ Norms: TypeAlias = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Rules by which an asynchronous run trains.
-
-    Args:
-      steady: ticks, delays and versions.
-      optimizer: what updates the parts.
-      rescheduling_steps: T1's K, or None.
-      discrepancy_decay: T2's D, or None.
-      clip_norm: the largest norm over the newest finished gradients of all parts, or None.
-    """
+    """Rules by which an asynchronous run trains."""
 
     steady: SteadyState
     optimizer: PlacedOptimizer
@@ -187,8 +179,6 @@ class Updated(GradientSink):
     """A part whose minibatch is complete is updated at the end of the tick.
 
     Args:
-      rules: how to train.
-      row: the tick.
       tied: whether the head reads the embedding's parameters.
     """
 

@@ -502,13 +502,7 @@ def _raw_keys(shapes: Tree) -> Shapes:
 
 
 class _LatestAndBest:
-    """Keeps the latest few, the one with the lowest held-out loss, and one every so many steps.
-
-    Args:
-      folder: folder of the checkpoints.
-      num_latest: number of the latest checkpoints to keep.
-      every: steps that are multiples of it are kept for good; None keeps no others.
-    """
+    """Keeps the latest few, the one with the lowest held-out loss, and one every so many steps."""
 
     def __init__(self, folder: Path, num_latest: int, every: int | None) -> None:
         self._folder, self._num_latest, self._every = folder, num_latest, every

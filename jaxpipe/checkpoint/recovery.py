@@ -48,8 +48,6 @@ class Damaged(NamedTuple):
     """A checkpoint that cannot be resumed from.
 
     Args:
-      step: step of the checkpoint.
-      reason: what is wrong with it.
       aside: the name that it gets as soon as a run writes to the folder.
     """
 

@@ -140,8 +140,6 @@ def of_schedules(
 
     Args:
       options: names of schedules, each with its "chunks" and "slices" where these are given.
-      on: a model, and the other axes of the mesh.
-      stages, microbatches: shape of the schedules.
 
     Raises:
       ArgumentError: the options do not fit each other.

@@ -53,7 +53,6 @@ class Prediction(NamedTuple):
     """Predicted time and memory of a plan.
 
     Args:
-      placed: the plan, its model and cluster.
       seconds: seconds of a step, by part.
       bytes: bytes of a device, by part.
       steps: optimizer steps of the training.

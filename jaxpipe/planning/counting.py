@@ -251,7 +251,6 @@ def count(
 
     Args:
       eqns: with calls inlined, in order.
-      outputs: variables that are returned.
       axes: devices along the axes of the mesh.
       slots: variables that are read from slots, or, among the outputs, written to them.
       stored: outputs that are added to what lies elsewhere, such as gradients.

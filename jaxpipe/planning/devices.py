@@ -64,13 +64,10 @@ class Device:
     Args:
       name: by which users choose it.
       flops: peak of dense 16-bit matmuls, per second.
-      memory_bytes: memory of one device.
       bandwidth: bandwidth of its memory, bytes per second.
       within_host: NVLink between devices of a host, bytes per second and direction.
       pcie: PCI Express of a device, x16, likewise.
       dollars_per_hour: price of one device; an assumption.
-      source: where the peaks stand.
-      efficiency: shares of the peaks.
       latency: seconds of a message or a collective, however small.
       fp8: rate of matmuls of 8-bit floats, as a multiple of that of 16 bits; 1 where the
         device has none.
@@ -124,9 +121,6 @@ class Cluster:
     """Devices in hosts, with what they attain.
 
     Args:
-      device: kind of the devices.
-      count: number of devices.
-      per_host: number of devices of a host.
       within: bytes per second and direction between two devices of a host.
       across: likewise of one device's port between hosts.
       memory_bytes: memory of a device that a plan may use.
@@ -264,7 +258,6 @@ def measured(kind: str, peaks: Peaks, *, memory_bytes: float | None, source: str
 
     Args:
       kind: jax's name of the devices.
-      peaks: attained by simple programs.
       memory_bytes: memory of a device; None where jax does not know it.
       source: where this was measured, in words.
     """

@@ -94,15 +94,10 @@ class Plan(NamedTuple):
     Args:
       stage, data, context, tensor: devices along the mesh's axes.
       replica: groups of data shards that hold the same parts.
-      schedule: name of the schedule.
-      chunks: number of chunks per stage.
-      microbatches: number of microbatches per step.
       rows: rows of a microbatch on one data shard.
       remat: policy of rematerialization.
       zero: level.
       weight_slots: chunks of gathered weights, or of gradient sums, at once.
-      weights: "stacked" or "unrolled".
-      on_host: what lies in the memory of the host.
       expert: data shards, next to each other, that have some of a layer's experts each.
       ends: whether the stages of the first and the last layer compute embedding and head, or all.
       slices: slices into which the sequences of a microbatch are cut.
@@ -324,14 +319,11 @@ class Program(NamedTuple):
     """The choices that decide a tick table.
 
     Args:
-      schedule: its name.
       stages, chunks, microbatches: its shape.
-      layers: number of layers of the model.
       costs: costs of a chunk, relative, for which orders are made; None for the published order.
       weight_slots, own_slots, shares, sums_in_slots, together: how the pipeline lowers it; no
         shares where chunks move as a whole.
       head_layers: how many layers the last stage's head stands for in the partition.
-      slices: slices of the sequences of a microbatch.
     """
 
     schedule: str

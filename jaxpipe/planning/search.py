@@ -96,7 +96,6 @@ class Result:
         devices alone; None if none fits the batch and the memory.
       front: the Pareto front of time, memory and cost, by time.
       excluded: how many plans are out, by `REASONS`.
-      considered: how many there were.
     """
 
     best: tuple[Prediction, ...]

@@ -58,7 +58,6 @@ class Pass(NamedTuple):
     """F, B or W of a layer, or a phase of embedding and head.
 
     Args:
-      kernels: in order.
       values: bytes that are copied into slots and out of them, beside the kernels.
       collectives: in order; none of them overlaps computation within the layer.
     """
@@ -76,7 +75,6 @@ class LayerSizes(NamedTuple):
     """One kind of layer on one device.
 
     Args:
-      f, b, w: its passes.
       parameters: elements that the device has.
       until_b, until_w, crossing: bytes that are kept from F to B, from F to W, and from B to W.
       live: bytes that exist at once while a pass runs, beside what is kept.
@@ -168,13 +166,10 @@ class ModelSizes:
 
     Args:
       name: such as its configuration's file.
-      tokens_per_row: tokens of a row.
-      parameter_bytes: bytes of one parameter.
       compute_bytes: bytes of one parameter where layers read it, unless it is quantized; the same
         if it is not cast.
       moments: numbers that the optimizer keeps for every parameter.
       batch_rows: rows of the configuration's batch.
-      row_bytes: bytes of a row of the batch.
       variants: sizes by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
       document_share: how long the document of a token is on average, as a share of a row; tokens

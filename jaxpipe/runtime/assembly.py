@@ -42,8 +42,6 @@ class Assembly:
     """The parts of a pipeline; `jaxpipe.Pipeline` is one, and adds the methods that users call.
 
     Args:
-      model, params, schedule, states: as for `Pipeline`, and checked.
-      mesh: with automatic axes.
       axes: which of them are those of stages and of data.
       options: those that depend on the mesh decided.
 
@@ -51,8 +49,6 @@ class Assembly:
       table: the tick table of a step.
       layout, frozen: where the parameters that are trained lie, and the others if there are any.
       compute_dtypes: dtypes in which layers compute, for each of both; None for their own.
-      params_placing: places all parameters.
-      trained_placing: places those that are trained.
       states_placing: places the layers' states; None for a model without, as is ``state_layout``.
       placed_optimizer: makes an optimizer's `PlacedOptimizer`, once.
       program: makes a program, once; see `make_program`.

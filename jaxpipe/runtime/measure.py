@@ -50,9 +50,7 @@ def buffers(
     Pieces of chunks that are gathered or reduced while layers run are "moving".
 
     Args:
-      pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
-      rng: as for `Pipeline.value_and_grad`.
       by_chunk: an optimizer that updates every chunk within the step; None keeps the gradients.
 
     Returns:

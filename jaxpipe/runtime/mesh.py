@@ -29,7 +29,6 @@ class Axes:
     """The names of a mesh's axes, by their use.
 
     Args:
-      stage: the axis of the stages.
       data: the axes of the data shards, which act as one, the first the outermost.
       replica: those of `data` along which nothing is sharded: devices hold the same parts.
       model: axes whose devices share the work of a layer as the model's functions say, such as

@@ -166,10 +166,6 @@ def dependencies(action: Action, *, num_virtual_stages: int) -> list[Action]:
 
     F waits for F of the previous virtual stage; B (or BW) for its own F and for B of the next
     virtual stage; W for its own B. A fused backward counts as its B.
-
-    Args:
-      action: the action that waits.
-      num_virtual_stages: length of the model in virtual stages.
     """
     s, i = action.virtual_stage, action.microbatch
     if action.kind is Kind.F:

@@ -33,7 +33,6 @@ def partition(layer_costs: Sequence[float], placement: Placement) -> tuple[int, 
     Args:
       layer_costs: F + B + W of every layer, in any one unit, above 0. ``[1] * num_layers`` for
         layers that are all alike.
-      placement: placement of the chunks.
 
     Returns:
       Layers of every virtual stage, at least 1 each. Deterministic; differences below a billionth
@@ -92,7 +91,6 @@ def cut_layers(
 
     Args:
       layer_costs: costs of every layer, in model order; at least one per virtual stage.
-      placement: placement of the chunks.
 
     Returns:
       The layers and the costs of every virtual stage; a chunk's message is that of its last layer,

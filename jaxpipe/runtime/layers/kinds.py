@@ -26,12 +26,10 @@ class LayerKind:
     """A kind of layer.
 
     Args:
-      number: number of the kind.
       example: canonical number of the first layer of this kind.
       function: `Model.layer` of these layers.
       x: number of the layer's input among `Layers.activations`.
       y: number of its output among them.
-      split: its F, B and W.
       carry: what it hands from slice to slice of a sequence; None where these are whole. Functions
         and split then have the pair of activation and carry as x and y.
     """
@@ -50,7 +48,6 @@ class Layers:
     """All layers of a model.
 
     Args:
-      kinds: the kinds.
       kind_of: for every layer, the number of its kind.
       activations: the distinct activations between layers, trees of shapes.
       first: number of the first layer's input among them.
@@ -78,13 +75,11 @@ def sort_layers(
     """Follows the activations through all layers and splits each kind once.
 
     Args:
-      model: the model.
       params, x, context, states: shapes of the layers' parameters, of the first one's input, of the
         microbatch's rows and the key, and of the layers' states.
       cut: `split_layer` with the options of the run.
       frozen: for every layer as of `split_layer`.
       num_slices: of a sequence; x is one of them.
-      stage_axis: the mesh's axis of stages.
 
     Raises:
       ValueError: a layer that cannot take what the layer before it returns, or returns what is not

@@ -218,7 +218,6 @@ def check_loss(result: Tree, returned: str, *, weighted: bool) -> None:
     """Raises ValueError if these are not shapes of a loss, alone or with metrics.
 
     Args:
-      result: the shapes.
       returned: the beginning of the error, which says who returned them.
       weighted: whether the loss may be `Weighted`, as that of the head.
     """

@@ -192,7 +192,6 @@ def output_shapes(
 
     Args:
       name: name of the function in errors.
-      function: takes the arguments by position, in their order.
       giver: what returned the argument ``x``, for errors.
       arguments: shapes, by the names of the documentation.
 

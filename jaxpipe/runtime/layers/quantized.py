@@ -85,9 +85,7 @@ class _Values(NamedTuple):
     """Values of a program's variables, with some matmuls quantized.
 
     Args:
-      env: the values.
       pairs: operands that are quantized already; more are added.
-      matmuls: ids of the equations.
       weights: variables that are chosen weights in some form.
       late: variables that depend on a cotangent.
     """

@@ -50,7 +50,6 @@ class Carry(NamedTuple):
     Args:
       empty: makes the carry of a first slice from that slice of the layer's input and of the
         microbatch.
-      shapes: its shapes.
       appended: for each of its arrays, whether slices append to it.
     """
 

@@ -87,8 +87,6 @@ class _Traced:
     """Equations of a layer's forward and backward, the latter in values of the former.
 
     Args:
-      forward, backward: the equations, flat.
-      consts: values of their constants.
       known: inputs that F, B and W all have: parameters and context.
       own: the other inputs of the forward: x, then the state.
       outputs: y, its loss, the new state.
@@ -145,7 +143,6 @@ class Split:
     """F, B and W of one layer.
 
     Args:
-      traced: the equations that are cut.
       b, w: equations of B, and of W alone.
       again: equations of B that W repeats: they gather over devices what crosses in parts.
       kept_until_b: the forward's values that only B reads.
@@ -449,8 +446,6 @@ def _early(w: Eqns, dparams: list[Atom], made: Vars, kept: Vars) -> set[int]:
     Matmuls stay in W. Values that cross are written and read, values kept since F are only read.
 
     Args:
-      w: the equations, in order.
-      dparams: their results.
       made: values that B computes from those that are kept.
       kept: values of the forward that are kept.
     """

@@ -52,11 +52,7 @@ DeviceParts: TypeAlias = Sequence[jax.Array]
 
 
 class Piece:
-    """Arrays that are stored together, of a layer or of the embedding, as devices share them.
-
-    Args:
-      piece: the arrays, every one a `Leaf`.
-    """
+    """Arrays that are stored together, of a layer or of the embedding, as devices share them."""
 
     def __init__(self, piece: Leaves) -> None:
         self.piece = piece
@@ -93,8 +89,6 @@ class LayerLayout(Piece, abc.ABC):
       canonical: the user's tree, every array a `Leaf`.
       placed: the arrays of one stage, every one a `Leaf`.
       piece: the arrays that are gathered or reduced at once, every one a `Leaf`.
-      num_chunks: number of chunks of a stage.
-      num_pieces: number of pieces of a chunk.
       in_shares: whether a piece may move in shares.
       own_arrays: whether every row has arrays of its own.
       slot_dim: if not, the dimension of a stage's arrays along which slots follow each other.
@@ -114,8 +108,6 @@ class LayerLayout(Piece, abc.ABC):
         """Lays out layers.
 
         Args:
-          layers: canonical layers, of arrays or shapes.
-          rows: as the attribute.
           splits: splits of the arrays, by path in a layer, or in a sequence of layers.
         """
 

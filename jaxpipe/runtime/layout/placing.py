@@ -30,7 +30,6 @@ class Placing:
     """Places and unplaces trees of one kind: parameters, states, or an optimizer's.
 
     Args:
-      layout: layout of such a tree.
       sharded: whether data shards split it.
       name: name of such a tree, for errors: "params", "states" or "state".
       on_host: whether both placed and canonical trees lie on the host.

@@ -66,10 +66,7 @@ class Layout(MeshLayout):
     """The layout of every parameter of a model on a mesh.
 
     Args:
-      layers: layout of the layers.
       outer: embedding, head and the parameters that layers share, every array a `Leaf`.
-      mesh: the mesh.
-      axes: names of its axes.
     """
 
     layers: LayerLayout
@@ -126,12 +123,7 @@ class Layout(MeshLayout):
 
 
 class WithFrozen(MeshLayout):
-    """The layout of all parameters where some are not trained.
-
-    Args:
-      trained: layout of the parameters that are trained.
-      frozen: layout of the others, which lie in an entry of their own.
-    """
+    """The layout of all parameters where some are not trained."""
 
     def __init__(self, trained: Layout, frozen: Layout) -> None:
         self.mesh, self.axes = trained.mesh, trained.axes
@@ -214,7 +206,6 @@ class TreeLayout(MeshLayout):
 
     Args:
       shapes: shapes of the tree, with one tree per layer in each component.
-      params: layout of the parameters.
 
     Attributes:
       components: layout of each component, in the order of the tree.

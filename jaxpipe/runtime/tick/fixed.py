@@ -74,11 +74,8 @@ class Setup:
     """Everything about a run that is known before it is traced.
 
     Args:
-      model: the user's functions.
       layout: where the parameters that are trained live, as a device has them: `Layout.local`.
       frozen: where the others live, likewise; None if all are trained.
-      table: the tick table to run.
-      options: of the pipeline; those that depend on the mesh decided.
       states: where the layers' states live, or None for a model without.
       compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
         those of the parameters. Weights in `E4M3` are quantized.
@@ -87,7 +84,6 @@ class Setup:
       leaves: the kind of forward that leaves residuals.
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
       overlaps: whether devices communicate while they compute.
-      tiled: whether devices store arrays in tiles.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
@@ -164,11 +160,9 @@ class Fixed:
     """Values that no tick changes, as one device sees them.
 
     Args:
-      setup: what to run.
       weights: where the weights of an action come from.
       gradients: what becomes of gradients; None for an evaluation.
       stage, shard: this device's place on the mesh.
-      layers: the layers by kind.
       first_layer: canonical number of every chunk's first layer, int32 ``[chunks]``.
       kind_of: number of every layer's kind, int32 ``[chunks, layers]``, -1 where there is none.
       residuals: how layers share the buffers of residuals, by name.
@@ -327,11 +321,7 @@ class Carried:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An action of a tick.
-
-    Args:
-      held: the weights.
-    """
+    """An action of a tick."""
 
     fixed: Fixed
     batch: Microbatches

@@ -170,9 +170,7 @@ class Losses:
 
     Args:
       shapes: of what the head returns for a microbatch, made `losses.addable`.
-      microbatches: of a step.
       layers: how many have losses.
-      axes: the mesh axes by their use.
     """
 
     shapes: Shapes

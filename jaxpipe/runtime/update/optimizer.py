@@ -37,9 +37,6 @@ class PlacedOptimizer:
     """An optax transformation, cut into what each layer, the embedding and the head need.
 
     Args:
-      optimizer: any optax transformation.
-      params: where the parameters lie.
-      zero: ZeRO level.
       scaled: whether `step` takes a factor for the updates.
       extra: shapes of further arguments of ``optimizer.update``, by name.
 

@@ -33,8 +33,6 @@ class _Group(NamedTuple):
     """Units whose programs are equal, in one round: layers, or the embedding.
 
     Args:
-      pieces: what is stored for a unit, of every component.
-      slices: the program of every unit; the first one's is run.
       example: the first layer, if they are layers.
       index_in_group: for every row, its layer's index in the group; -1 if it is none of these.
     """
@@ -80,14 +78,12 @@ class PerUnit:
 
     Args:
       function: of trees of arrays, whose components have one tree per layer.
-      args: shapes of its arguments, by name.
       params: where the parameters lie.
       sharded: whether data shards split every array.
       replicated: components, by number, that every data shard has whole although the shards split
         their work.
 
     Attributes:
-      result_shapes: of the function's result.
       mixes: says where scalars of several units meet; None if nowhere.
 
     Raises:

@@ -81,7 +81,6 @@ class Updating(NamedTuple):
       layers: the layers' part of the components of the optimizer's state.
       others: the components, without it.
       rest: what the state holds beside components.
-      outer: embedding and head.
     """
 
     layers: list[Arrays]

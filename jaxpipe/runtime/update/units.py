@@ -28,7 +28,6 @@ class Slice(NamedTuple):
     """The part of the program that a unit runs in one round.
 
     Args:
-      eqns: equations, in program order.
       inputs: all of the unit's input variables.
       shared: variables that it reads of what all units share.
       targets: variables and literals that it computes.
@@ -48,13 +47,9 @@ class Units:
     """A function of trees, cut into programs of units.
 
     Args:
-      function: of trees of arrays.
-      args: shapes of its arguments, by name.
       unit_of: finds the unit of every leaf of a tree of shapes; None for what all share.
 
     Attributes:
-      result: shapes of the function's result.
-      consts: values of the program's constants.
       inputs, results: variables that belong to no unit, of the arguments and of the result.
       rounds: how often units must give scalars before their results can be computed.
       mixes: says where units give scalars for the first time; None if no unit does.

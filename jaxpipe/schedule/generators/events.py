@@ -36,7 +36,6 @@ class Stage(abc.ABC):
 
     Args:
       passes: what the stage runs; W is the last.
-      durations: how long each pass takes.
 
     Attributes:
       arrivals: for each pass, when the input of its n-th start arrives, rising.

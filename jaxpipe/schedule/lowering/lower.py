@@ -405,7 +405,6 @@ def embed_gradient_ticks(
     Args:
       done: the ticks in which cotangents are there, int64 ``[microbatches]``.
       heads: ticks that end with a head.
-      num_ticks: number of ticks of the table.
       most: cotangents that may wait at once.
 
     Example:

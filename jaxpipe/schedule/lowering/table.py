@@ -31,8 +31,6 @@ class Cell:
 
     Args:
       layers: number of layers of the chunk.
-      chunk: which of the stage's chunks.
-      microbatch: which microbatch.
       inbox: slot of the input (x for F, the cotangent for B and BW).
       until_b: slot of the residuals that only B reads.
       until_w: slot of the residuals that W reads.
@@ -67,8 +65,6 @@ class Transfer(NamedTuple):
     """A chunk to gather or reduce over data; `NONE` for nothing.
 
     Args:
-      chunk: number of the chunk.
-      slot: slot in which it lies.
       piece: number of the first piece to move, where chunks move in pieces; or, where pieces move
         in shares, of the share, counted within the chunk.
     """
@@ -127,10 +123,8 @@ class Row(NamedTuple):
     """One tick.
 
     Args:
-      cells: what a stage runs, by kind of action.
       arrivals: the messages it receives, in the order of `TickTable.channels`.
       gather, reduce: its transfers over data.
-      outer: what embedding and head compute.
       exchange: index of its messages in `TickTable.exchanges`.
     """
 
@@ -240,12 +234,8 @@ class TickTable:
     """A schedule as rows of integers: what every stage does in every tick.
 
     Args:
-      schedule: what was lowered.
       layer_counts: layers of every virtual stage.
       passes: columns by kind; only kinds the schedule uses.
-      channels: the messages.
-      outer: columns of embedding and head.
-      gathers, reduces: data-axis transfers.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, and, with slices,
         carry, carry_gradient.
       exchanges: the distinct sets of messages between stages that end a tick, each as the pairs

@@ -117,8 +117,6 @@ def held_chunks(
     """Plans the gathers (load) or reductions (unload) of the chunks that some kinds of action use.
 
     Args:
-      columns: the schedule's actions.
-      moving: how chunks move.
       num_slots: per stage, at least 1; raised until no tick needs more slots or two transfers.
       kinds: kinds of action that need the chunk in a slot.
       load: whether chunks move before their first use, or after their last.
@@ -210,8 +208,6 @@ def under_layers(
     move at its edge.
 
     Args:
-      stays: stays of each stage.
-      num_slots: number of slots of each stage.
       pieces: pieces of a chunk; 0 if chunks move only at the edges of the step, not under layers.
       most_shares: the most shares in which a piece may move, a power of two.
       load: whether chunks are gathered, or reduced.

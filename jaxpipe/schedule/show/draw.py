@@ -123,7 +123,6 @@ class Exchange(NamedTuple):
     Args:
       action: the action whose result it is; B if that is a fused backward.
       reader: the action that it is for.
-      sender, receiver: stages.
       sent: when the action ends.
       arrives: when the receiver may read it: on the clocks that have ticks, at the start of one.
       read: when its reader starts.
