@@ -16,7 +16,7 @@ from flax import linen, nnx
 
 from jaxpipe.runtime.filters import OVERWRITE, OVERWRITE_RULE
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.trees import is_sequence, mismatches, shapes_of
+from jaxpipe.runtime.trees import form_of, is_sequence, mismatches, shapes_of
 from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, States, Tree
 from jaxpipe.schedule.problems import below_one, refuse
 
@@ -526,8 +526,7 @@ def _caller(module: nnx.Module, split: _Split, train: bool) -> Callable[..., Tre
 
 def _same(trees: Sequence[Tree]) -> bool:
     """Whether all have the same structure, shapes and dtypes."""
-    first, *further = map(shapes_of, trees)
-    return all(tree == first for tree in further)
+    return len(set(map(form_of, trees))) == 1
 
 
 def _stacked(trees: Sequence[Tree]) -> Tree:

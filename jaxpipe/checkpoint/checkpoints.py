@@ -33,7 +33,7 @@ from jaxpipe.checkpoint.recovery import DATA, RUN, STATE, DamagedError, Fetch, F
 from jaxpipe.files import read_json
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.pipeline import Pipeline
-from jaxpipe.runtime.trees import leaf_mismatches
+from jaxpipe.runtime.trees import bare_shapes, leaf_mismatches
 from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
@@ -171,7 +171,7 @@ class Checkpoints:
         with recovery.reading(f"the checkpoint {folder}"):
             saved = _object(handler.metadata(folder / STATE).tree)
             handler.close()
-            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
+            return bare_shapes(saved)
 
     # Training runs.
 
@@ -472,7 +472,6 @@ def _object(saved: Any) -> dict[str, Any]:
 
 
 def _placings(pipe: Pipeline, optimizer: optax.GradientTransformation) -> dict[str, Placing]:
-    """Placings of the parts of a training run, by name."""
     placings = {_PARAMS: pipe.params_placing, _OPTIMIZER: pipe.optimizer_placing(optimizer)}
     return placings if pipe.states_placing is None else placings | {_STATES: pipe.states_placing}
 
@@ -493,10 +492,9 @@ def _differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Iter
 def _raw_keys(shapes: Tree) -> Shapes:
     """Replaces the shapes of random keys by those of the data that is written of them."""
 
-    def raw(leaf: Any) -> jax.ShapeDtypeStruct:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    def raw(leaf: Any) -> Any:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
 
     return jax.tree.map(raw, shapes)
 

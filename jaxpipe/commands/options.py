@@ -1,14 +1,12 @@
-"""Builds a schedule from the command's options, and writes errors in the names of these options."""
+"""Reads and checks options of the command, and writes errors in their names."""
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpipe.files import read_bytes
 from jaxpipe.planning.sizes import ModelSizes
-from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.problems import (
@@ -162,27 +160,6 @@ def check_table(schedule: Schedule) -> None:
                 f"Schedule {schedule.name!r} has {num_ticks} ticks and {count} {what}, a product "
                 f"beyond {limit}: its clocks do not fit in memory.\nNearest valid: {limit}."
             )
-
-
-def build(
-    name: str,
-    *,
-    stages: int | None,
-    microbatches: int | None,
-    costs: Costs | None = None,
-    layer_costs: Sequence[Costs] | None = None,
-    **options: Any,
-) -> Schedule:
-    """Builds a schedule, or loads a user's own, with the given options.
-
-    Costs are also used by the clocks.
-    """
-    if stages is not None and microbatches is not None:
-        own = [entry.default_chunks for entry in catalog.entries() if entry.name == name]
-        passes = microbatches * max(options["slices"] or 1, 1)
-        check_size(stages, passes, options["chunks"] or (own[0] if own else 1))
-    shape = {"stages": stages, "microbatches": microbatches}
-    return catalog.build(name, **shape, costs=costs, layer_costs=layer_costs, **options)
 
 
 def read_sizes(path: Path, *, option: str) -> ModelSizes:

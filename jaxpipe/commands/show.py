@@ -18,14 +18,13 @@ from jaxpipe.asynchronous import (
 )
 from jaxpipe.commands.options import (
     DEFAULT_COSTS,
-    build,
     check_size,
     check_table,
     layers_of_model,
     parse_costs,
     say_written,
 )
-from jaxpipe.schedule import formats
+from jaxpipe.schedule import catalog, formats
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.device_clock import Clock, timelines
 from jaxpipe.schedule.formats import read_csv, write_csv
@@ -139,8 +138,11 @@ def show(
     elif name == "auto" and stages is not None:
         check_size(stages, microbatches or 1, 2)
         priced = [parsed] * (2 * stages)
-    given = {"costs": parsed} if priced is None else {"layer_costs": priced}
-    schedule = build(name, stages=stages, microbatches=microbatches, **given, **options)
+    if stages is not None and microbatches is not None:
+        own = [entry.default_chunks for entry in catalog.entries() if entry.name == name] or [1]
+        check_size(stages, microbatches * max(slices or 1, 1), chunks or own[0])
+    options |= {"costs": parsed} if priced is None else {"layer_costs": priced}
+    schedule = catalog.build(name, stages=stages, microbatches=microbatches, **options)
     of_chunks = parsed if priced is None else cut_layers(priced, schedule.placement)[1]
     if written == "csv":
         _write(write_csv(schedule), out)

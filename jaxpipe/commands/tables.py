@@ -125,7 +125,6 @@ class OnDevices:
 
     @property
     def host_names(self) -> list[str]:
-        """The names of what lies on the host."""
         return self.on_host.split(",") if self.on_host else []
 
 

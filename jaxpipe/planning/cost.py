@@ -80,7 +80,6 @@ class Prediction(NamedTuple):
 
     @property
     def train_seconds(self) -> float:
-        """Seconds until the training ends."""
         return self.steps * self.step_seconds
 
     @property
@@ -90,7 +89,6 @@ class Prediction(NamedTuple):
 
     @property
     def measures(self) -> Measures:
-        """Measures by which plans are compared."""
         return Measures(self.train_seconds, self.device_bytes, self.dollars)
 
     @property
@@ -306,7 +304,6 @@ def _seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
 
 
 def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
-    """Seconds of a stage's layers in a step."""
     plan = placed.plan
     layers = plan.passes * placed.model.num_layers / plan.stage
     return layers * (layer.f + layer.b + layer.w)
@@ -332,7 +329,6 @@ class Passes(NamedTuple):
 
 
 def _passes(placed: PlacedPlan) -> Passes:
-    """Times the passes of a plan."""
     return _passes_of(
         *(placed.model, placed.variant, placed.plan.rows, placed.cluster, placed.sharing_links)
     )
@@ -479,6 +475,7 @@ def _exposed(program: Program, layer: Costs, moved: LayerTransfer) -> float:
     return max(0.0, extra(steady) if shared else grown(program, extra))
 
 
+@lru_cache(maxsize=4096)
 def replayed(
     program: Program,
     layer: Costs,
@@ -492,15 +489,8 @@ def replayed(
     ``head`` is how long the last stage's head takes a microbatch, ``hidden`` what a pair of layers
     saves.
     """
-    # Many plans differ only in what moves.
-    timed = program.without_transfers() if moved == _NOTHING else program
-    return _replayed(timed, layer, moved, head, hidden)
-
-
-@lru_cache(maxsize=4096)
-def _replayed(
-    program: Program, layer: Costs, moved: LayerTransfer, head: float, hidden: float
-) -> float:
+    if moved == _NOTHING and program != (plain := program.without_transfers()):
+        return replayed(plain, layer, head=head, hidden=hidden)  # many differ only in what moves
     table = table_of(program)
     costs = [layer.times(layers) for layers in table.layer_counts]
     work = np.sum(list(work_of(table, costs).values()), axis=0)

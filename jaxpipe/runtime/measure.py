@@ -26,7 +26,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
-from jaxpipe.runtime.trees import combine
+from jaxpipe.runtime.trees import bare_shapes, combine
 from jaxpipe.runtime.types import Activation, Batch, Key, Placed, Shapes, States, Tree
 from jaxpipe.runtime.update.training_step import Applied
 from jaxpipe.schedule.actions import Kind
@@ -78,10 +78,7 @@ def traced_layers(pipe: Pipeline, batch: Batch, rng: Key = None) -> tuple[Layers
     """
 
     def read(fixed: Fixed, batch: StepMicrobatches) -> tuple[Layers, Shapes]:
-        context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
-        # The shapes are returned without the mesh in which they were traced.
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), context)
-        return fixed.layers, shapes
+        return fixed.layers, bare_shapes(jax.eval_shape(lambda: fixed.context(batch, 0, 0)))
 
     return in_trace(pipe, batch, rng, read)
 

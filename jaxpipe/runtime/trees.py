@@ -24,6 +24,17 @@ def shapes_of(tree: Tree) -> Shapes:
     return jax.tree.map(shape_of, tree)
 
 
+def bare_shapes(tree: Tree) -> Shapes:
+    """Shapes and dtypes of arrays or shapes, without the mesh on which they lie."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def form_of(tree: Tree) -> tuple[Any, ...]:
+    """A key that is equal for trees of the same structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(bare_shapes(tree))
+    return structure, *leaves
+
+
 def is_sequence(tree: Tree) -> bool:
     """Whether a tree is a list or tuple of further trees, one per layer.
 

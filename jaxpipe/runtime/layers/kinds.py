@@ -16,7 +16,7 @@ from jaxpipe.runtime.layers.losses import WithLoss, check_loss
 from jaxpipe.runtime.layers.model import Model, output_shapes
 from jaxpipe.runtime.layers.slices import Carry, carry_of, on_slices
 from jaxpipe.runtime.layers.split import Split, split_layer
-from jaxpipe.runtime.trees import describe
+from jaxpipe.runtime.trees import bare_shapes, describe, form_of
 from jaxpipe.runtime.types import Activation, LayerParams, Shapes, States, Tree
 from jaxpipe.schedule.problems import refuse
 
@@ -93,8 +93,8 @@ def sort_layers(
 
     def number(activation: Activation, layer: int) -> int:
         _check_activation(activation, layer)
-        activations.setdefault(_key(activation), jax.tree.map(_struct, activation))
-        return list(activations).index(_key(activation))
+        activations.setdefault(form_of(activation), bare_shapes(activation))
+        return list(activations).index(form_of(activation))
 
     first = here = number(x, -1)
     for n, layer_params in enumerate(params):
@@ -102,7 +102,7 @@ def sort_layers(
         state = None if states is None else states[n]
         constant = None if frozen is None else frozen[n]
         carry = None if num_slices == 1 else model.carry_function(n)
-        key = (function, carry, _key(layer_params), _key(constant), here, _key(state))
+        key = (function, carry, form_of(layer_params), form_of(constant), here, form_of(state))
         if key not in seen:
             args = (layer_params, list(activations.values())[here], *context)
             kept, carried = {} if state is None else {"state": state}, None
@@ -110,7 +110,7 @@ def sort_layers(
                 carried = carry_of(model, n, args[1], context[0], num_slices)
                 kept = {"carry": carried.shapes, "start": jax.ShapeDtypeStruct((), jnp.int32)}
             y = _output(function, args, kept, n)
-            if model.layers_are_alike and _key(y) != _key(args[1]):
+            if model.layers_are_alike and form_of(y) != form_of(args[1]):
                 raise ValueError(
                     f"The layer maps x {describe(args[1])} to {describe(y)}; as the one function "
                     "of all layers it must return what it takes. If layers differ, give "
@@ -150,7 +150,7 @@ def _output(
                 f"(x, {what})."
             )
         y, after = y
-        if _key(after) != _key(before):
+        if form_of(after) != form_of(before):
             raise ValueError(
                 f"{name} was given the {what} {describe(before)} and returns {describe(after)}; "
                 f"a {what} must keep its structure, shapes and dtypes."
@@ -185,13 +185,3 @@ def _check_activation(tree: Activation, layer: int) -> None:
             f"{giver} returns {describe(tree)}; only floating-point arrays travel between layers. "
             "A layer can read masks, positions and targets from its microbatch."
         )
-
-
-def _key(tree: Tree) -> tuple[Any, ...]:
-    """Makes a key that is equal for trees of the same structure, shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxpipe.runtime.layers.losses import WithLoss
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.trees import describe
+from jaxpipe.runtime.trees import bare_shapes, describe
 from jaxpipe.runtime.types import Activation, Batch, Index, Key, LayerParams, Shapes, Tree
 
 
@@ -89,11 +89,7 @@ def carry_of(model: Model, layer: int, x: Activation, microbatch: Batch, num_sli
         return jax.tree.map(lambda w: w.array if is_marked(w) else w, arrays, is_leaf=is_marked)
 
     leaves = jax.tree.leaves(jax.eval_shape(marked, x, microbatch), is_leaf=is_marked)
-    # Without the mesh in which they are traced.
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-        jax.eval_shape(empty, x, microbatch),
-    )
+    shapes = bare_shapes(jax.eval_shape(empty, x, microbatch))
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(shapes)):
         raise ValueError(
             f"Model.carry returns {describe(shapes)} for layer {layer}; only floating-point arrays "

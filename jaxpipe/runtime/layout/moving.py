@@ -161,9 +161,7 @@ class LayersOnMesh(MeshLayout):
         return self._local.layer_at((self._stage, chunk, number), 0)
 
     def _zeros(self, leaves: Tree) -> Tree:
-        return jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.struct(sharded=True).shape, leaf.dtype), leaves
-        )
+        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf.struct(sharded=True)), leaves)
 
     def _read(self, n: Index, leaf: Leaf, w: jax.Array) -> jax.Array:
         """Reads layer n of a canonical array, on all stages."""

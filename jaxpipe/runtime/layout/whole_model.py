@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from jaxpipe.runtime.layout.moving import LayersOnMesh
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.splits import Splits, read_splits
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.trees import combine, is_sequence, select
+from jaxpipe.runtime.trees import combine, form_of, is_sequence, select
 from jaxpipe.runtime.types import Leaves, OuterParams, Params, Path, Placed, Shapes, Tree, Unit
 from jaxpipe.schedule.placement import Placement
 
@@ -298,7 +297,7 @@ def _layers(layers: Shapes, params: Layout) -> LayerLayout:
     if isinstance(layers, optax.MaskedNode):
         return Stacked(layers, rows, _splits(layers, (), params))
     own = tuple(params.layers.canonical_of(n) for n in range(params.num_layers))
-    if like is Packed or any(_key(layer) != _key(layers[0]) for layer in layers):
+    if like is Packed or any(form_of(layer) != form_of(layers[0]) for layer in layers):
         return Packed(layers, rows, _splits(layers, own, params))
 
     def stacked(w: Tree) -> jax.ShapeDtypeStruct:
@@ -320,8 +319,3 @@ def _splits(shapes: Shapes, own: Leaves, params: Layout) -> Splits:
     """Makes the splits of a component's arrays; model axes split them like the parameters."""
     data = {name: params.mesh.shape[name] for name in params.axes.split}
     return Splits(data, {path: leaf.splits for path, leaf in _alike(shapes, own)})
-
-
-def _key(tree: Shapes) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves]
