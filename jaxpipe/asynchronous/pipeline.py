@@ -212,7 +212,7 @@ class AsyncPipeline:
 
         return {
             "weights": self._versions_of(params),
-            "delta": {name: jax.tree.map(jnp.zeros_like, params[name]) for name in self._corrected},
+            "delta": jax.tree.map(jnp.zeros_like, {k: params[k] for k in self._rules.corrected}),
             "owned": jax.tree.leaves(owned),
             "rest": {
                 "layers": [jnp.stack([leaf] * stages) for leaf in rest],
@@ -264,11 +264,6 @@ class AsyncPipeline:
         refuse(problems)
         return state | {"steady": self.steady}
 
-    @property
-    def _corrected(self) -> tuple[str, ...]:
-        """The parts for which T2 keeps a delta: the head's forward and backward are at once."""
-        return ("layers", "embed") if self._rules.discrepancy_decay is not None else ()
-
     @cached_property
     def state_shardings(self) -> Shardings:
         """Shardings of a state, as a prefix of its tree."""
@@ -299,7 +294,7 @@ class AsyncPipeline:
         state = self._checked(state)
         stages = self.steady.num_stages
         taus = jnp.asarray([self.steady.mean_delay(self.steady.stage(d)) for d in range(stages)])
-        if not self._corrected:
+        if not self._rules.corrected:
             return jnp.zeros(stages)
 
         def norms(tree: Tree) -> jax.Array:
@@ -396,7 +391,7 @@ class AsyncPipeline:
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
         return {
             "weights": weights | versions,
-            "delta": {name: weights[name] for name in self._corrected},
+            "delta": {name: weights[name] for name in self._rules.corrected},
             "owned": jax.tree.leaves([state.specs(sharded=zero >= 1) for state in states]),
             "rest": {"layers": P(axes.stage), "embed": P(), "head": P()},
             "states": P(axes.stage),

@@ -2,8 +2,7 @@
 
 A tick is the executor's; what surrounds it differs. Rows are computed from the tick's number
 (`jaxpipe.asynchronous.rows`), everything in flight enters and leaves as "flight", weights are kept
-in versions, and a tick ends by updating the parts whose minibatch is complete. Microbatches are
-numbered through all minibatches, and these numbers take the place of those within a step.
+in versions, and a tick ends by updating the parts whose minibatch is complete.
 """
 
 import dataclasses
@@ -58,7 +57,6 @@ class Recent:
     steady: SteadyState
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """See `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         slot = i % self.steady.num_slots
         rows, rng = jax.tree.map(
             lambda w: lax.dynamic_index_in_dim(w, slot, keepdims=False), (self.rows, self.rng)
@@ -66,7 +64,6 @@ class Recent:
         return rows, rng, i % self.steady.num_microbatches
 
     def scale_of(self, i: Index) -> jax.Array | None:
-        """See `jaxpipe.runtime.tick.microbatches.Microbatches`."""
         return None if self.scale is None else self.scale[i % self.steady.num_slots]
 
 

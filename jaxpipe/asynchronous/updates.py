@@ -52,7 +52,7 @@ Norms: TypeAlias = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Rules by which an asynchronous run trains."""
+    """Rules by which an asynchronous run trains: see `jaxpipe.AsyncPipeline`."""
 
     steady: SteadyState
     optimizer: PlacedOptimizer
@@ -61,9 +61,9 @@ class Rules:
     clip_norm: float | None
 
     @property
-    def corrects(self) -> bool:
-        """Whether T2 corrects what a backward reads."""
-        return self.discrepancy_decay is not None
+    def corrected(self) -> tuple[str, ...]:
+        """The parts for which T2 keeps a delta: the head's forward and backward are at once."""
+        return ("layers", "embed") if self.discrepancy_decay is not None else ()
 
 
 class Versions(NamedTuple):
@@ -125,7 +125,7 @@ class Versioned(WeightSource):
     def layer(self, work: LayerWork) -> list[Stored]:
         params, held = work.fixed.params, work.held
         weights = params.read(held.weights["layers"], work.place(work.cell.weights))
-        if self.rules.corrects and work.action is not Kind.F:
+        if self.rules.corrected and work.action is not Kind.F:
             part = self.rules.steady.stage(work.fixed.stage)
             tau = self.rules.steady.mean_delay(part)
             if work.action is Kind.R:
@@ -140,7 +140,7 @@ class Versioned(WeightSource):
     ) -> tuple[OuterParams, Tree]:
         slots, count = self.reads[phase], self.rules.steady.num_versions
         outer = {name: held.at(name, slot, count, 0) for name, slot in slots.items()}
-        if self.rules.corrects and phase == "embed_gradient":
+        if self.rules.corrected and phase == "embed_gradient":
             (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
             tau = self.rules.steady.mean_delay(self.rules.steady.embed)
             outer["embed"] = _corrected(embed, delta, tau)

@@ -243,12 +243,7 @@ class Peaks:
 
 
 def known(kind: str) -> Device | None:
-    """Finds the device of the table that jax means, by its ``device_kind``.
-
-    Example:
-      >>> known("NVIDIA H100 80GB HBM3").name
-      'h100'
-    """
+    """Finds the device of the table that jax means, by its ``device_kind``."""
     matches = (device for name, device in DEVICES.items() if name in kind.lower())
     return next(matches, None)
 

@@ -134,7 +134,6 @@ class Plan(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the model."""
         return self.stage * self.chunks
 
     @property
@@ -408,12 +407,7 @@ def table_of(program: Program) -> TickTable:
 
 
 def relative(costs: Costs) -> Costs:
-    """Rounds costs to multiples of F in few digits, so that similar plans share a table.
-
-    Example:
-      >>> relative(Costs(2.0, 2.4444, 1.6, 0.0123))
-      Costs(f=1.0, b=1.2, w=0.8, message=0.0062)
-    """
+    """Rounds costs to multiples of F in few digits, so that similar plans share a table."""
     b, w, message = (
         float(f"{value / costs.f:.{_DIGITS}g}") for value in (costs.b, costs.w, costs.message)
     )

@@ -75,7 +75,6 @@ class Goal:
         return self.tokens * per_token
 
     def steps_of(self, placed: PlacedPlan) -> float:
-        """Counts optimizer steps with a plan's batch."""
         return self.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
 
     def value(self, measures: Measures) -> float:

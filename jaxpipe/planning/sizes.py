@@ -19,12 +19,7 @@ from jaxpipe.schedule.problems import Problem, refuse
 
 
 class Linear(NamedTuple):
-    """A number that grows with the rows of a microbatch.
-
-    Example:
-      >>> Linear(2, 3).at(4)
-      14
-    """
+    """A number that grows with the rows of a microbatch."""
 
     fixed: float
     per_row: float
@@ -67,7 +62,6 @@ class Pass(NamedTuple):
     collectives: tuple[SizedCollective, ...]
 
     def flops(self, rows: int) -> float:
-        """FLOPs of its matmuls."""
         return sum(kernel.flops.at(rows) for kernel in self.kernels)
 
 

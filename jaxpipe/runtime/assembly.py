@@ -111,7 +111,6 @@ class Assembly:
 
     @cached_property
     def forward_table(self) -> TickTable:
-        """The tick table of the schedule's forwards alone."""
         return self._lower(forward_only(self.schedule))
 
     @cached_property
@@ -205,12 +204,10 @@ class Assembly:
         refuse([*self.params_placing.problems(name, placed), *others, *rest])
 
     def batch_problems(self, batch: Batch) -> list[str]:
-        """Lists what is wrong with a batch."""
         shards = self.axes.num_shards(self.mesh)
         return list(checks.batch(batch, self.schedule, shards))
 
     def states_problems(self, states: States) -> list[str]:
-        """Lists what is wrong with placed states."""
         if self.states_placing is None:
             return [] if states is None else [NO_STATES]
         if states is None:

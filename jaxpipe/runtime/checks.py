@@ -96,7 +96,6 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
 
 
 def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterator[Problem]:
-    """Why layers cannot run in pairs."""
     if not options.pair_layers:
         return
     if schedule is not None and not schedule.overlapped:
@@ -160,7 +159,6 @@ def _wrong_keys(params: Params) -> Iterator[str]:
 
 
 def not_arrays(name: str, tree: Tree) -> Iterator[str]:
-    """Names the leaves that are no arrays."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if shape_of(leaf) is None:
             yield f"{name}{jax.tree_util.keystr(path)} is {describe_leaf(leaf)}."
@@ -278,7 +276,6 @@ def _microbatch_order(schedule: Schedule) -> Iterator[str]:
 
 
 def _states(states: States) -> list[str]:
-    """Lists problems of the states that a pipeline is built from."""
     problems = [*not_arrays("states", states), *filters.overwritten("states", states)]
     if problems or is_sequence(states):
         return problems
@@ -330,7 +327,6 @@ def key(rng: Key) -> Iterator[str]:
 
 
 def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
-    """Yields problems of a batch."""
     num_microbatches = schedule.num_microbatches
     unit = f"{num_microbatches} microbatches x {num_shards} data shards"
     rows: dict[str, int] = {}

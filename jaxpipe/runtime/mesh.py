@@ -81,19 +81,15 @@ class Axes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
         return (*self.data, self.stage, *self.model)
 
     def num_stages(self, mesh: Mesh) -> int:
-        """The stages of a mesh."""
         return int(mesh.shape[self.stage])
 
     def num_shards(self, mesh: Mesh) -> int:
-        """The data shards of a mesh."""
         return math.prod(mesh.shape[name] for name in self.data)
 
     def num_parts(self, mesh: Mesh) -> int:
-        """The parts into which arrays are sharded."""
         return math.prod(mesh.shape[name] for name in self.split)
 
     def problems(self, mesh: Mesh) -> Iterator[str]:

@@ -76,7 +76,6 @@ class Results:
         return read
 
     def stage(self, number: int) -> int:
-        """The stage that computes a result."""
         return self._stages[number % self._forwards // self._microbatches]
 
     def action(self, number: int) -> Action:

@@ -275,16 +275,10 @@ def load(
     clock: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Schedule:
-    """Loads and validates a user's schedule.
+    """Loads and validates a user's schedule, by a name and with options as of `catalog.build`.
 
     Args:
-      name: "PATH.csv", see `jaxpipe.schedule.formats`; or "module:function", imported
-        from the current folder or wherever Python finds it, and called as
-        ``function(num_stages, num_microbatches, **options)``, options as in
-        `jaxpipe.schedule.catalog`.
-      num_stages, num_microbatches: None for those of a file.
       clock: the costs of the later timing: passed to a function that has parameters of these names.
-      options: num_chunks, group, num_slices, memory_limit, for the function; a file takes none.
 
     Raises:
       ValueError: the name leads nowhere; numbers do not fit a file or are not given to a function;

@@ -85,7 +85,6 @@ def run_eqns(eqns: Eqns, env: Env) -> Env:
 
 
 def bind(eqn: Eqn, operands: Arrays) -> list[Tree]:
-    """Computes the results of an equation."""
     outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
@@ -95,7 +94,6 @@ def is_var(atom: Atom) -> bool:
 
 
 def values(atoms: Iterable[Atom], env: Env) -> list[jax.Array]:
-    """Looks up the values of variables and literals."""
     return [env[v] if is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in atoms]
 
 
@@ -223,11 +221,6 @@ def collectives(jaxpr: Jaxpr, path: tuple[str, ...] = ()) -> Iterator[Collective
             yield Collective(name, axes, source_info_util.summarize(eqn.source_info) + within)
         for inner in core.jaxprs_in_params(params):
             yield from collectives(inner, (*path, params.get("name", name)))
-
-
-def forms(eqn: Eqn) -> bool:
-    """Whether an equation brings one value into another form."""
-    return eqn.primitive.name in FORMS and len(eqn.invars) == 1
 
 
 def _is_program(param: Any) -> bool:

@@ -138,7 +138,7 @@ def _matmuls(eqns: Eqns, weights: dict[Atom, str]) -> set[int]:
             continue
         if eqn.primitive.name == "dot_general":
             found.add(id(eqn))
-        elif jaxprs.forms(eqn):
+        elif eqn.primitive.name in FORMS and len(eqn.invars) == 1:
             weights.update(dict.fromkeys(eqn.outvars, weights[read[0]]))
         else:
             refuse([_unfit(weights[read[0]], "is read by", eqn)])

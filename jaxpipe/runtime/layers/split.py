@@ -161,11 +161,6 @@ class Split:
     reads_state: bool
 
     @property
-    def loss(self) -> Shapes:
-        """Shapes of the layer's own loss and metrics; None if it has none."""
-        return self.traced.loss
-
-    @property
     def params(self) -> Shapes:
         """Shapes of the parameters that F, B and W take."""
         tree = self.traced.params

@@ -140,7 +140,6 @@ class SharedBuffers:
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:
-    """Reads the message in a slot."""
     return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
 
 

@@ -134,7 +134,6 @@ class LayerLayout(Piece, abc.ABC):
         return self.piece
 
     def shape_of(self, layer: int) -> Shapes:
-        """Shapes of one layer's parameters."""
         return jax.tree.map(Leaf.struct, self.canonical_of(layer))
 
     def pack(self, params: LayerParams, example: int) -> Stored:

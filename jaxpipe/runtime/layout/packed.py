@@ -80,7 +80,6 @@ class Packed(LayerLayout):
 
     @staticmethod
     def group_of(leaf: Leaf) -> str:
-        """The group of an array."""
         return " ".join((str(leaf.dtype), *leaf.apart))
 
     def _columns_of_layer(self, layer: Leaves) -> dict[str, int]:

@@ -125,7 +125,6 @@ class Placing:
         return [*explicit_context(), *deleted(**{name: tree}), *lines]
 
     def canonical_problems(self, name: str, tree: Tree) -> list[str]:
-        """Lists what is wrong with a canonical tree."""
         tree = _contained_alike(tree, self.canonical)
         lines = mismatches(name, tree, self.canonical)
         if not lines:

@@ -2,11 +2,8 @@
 
 `run` is the body of the `jax.shard_map` that `jaxpipe.Pipeline` builds; everything here sees one
 device's part. It scans over the table's rows. `tick` is one row: the layers of its cells
-(`jaxpipe.runtime.tick.layer_passes`), the messages between stages
-(`jaxpipe.runtime.tick.messages`), and the embedding and the loss that all stages compute together
-(`jaxpipe.runtime.tick.outer_phases`). Variants differ in where weights come from
-(`jaxpipe.runtime.tick.weights`), what becomes of gradients
-(`jaxpipe.runtime.tick.gradients`) and how parameters lie (`jaxpipe.runtime.layout.layer_layout`).
+(`layer_passes`), the messages between stages (`messages`), and the embedding and the loss
+(`outer_phases`). `jaxpipe.runtime.tick.fixed` says in what programs differ.
 
 Every part of a tick has a `jax.named_scope`, so that profiles and `benchmarks/gpu_roofline.py` can
 tell its loops apart.
@@ -119,7 +116,9 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
     shapes = buffer_shapes(fixed)
     residuals = {
         # What later slices have not appended yet has no influence, but must be finite.
-        name: kept.filled(fixed.table.num_slots[name], empty if name in RESIDUALS else _zeros)
+        name: kept.filled(
+            fixed.table.num_slots[name], empty if name in RESIDUALS else jnp.zeros_like
+        )
         for name, kept in fixed.residuals.items()
     }
     found = {
@@ -143,10 +142,6 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         states=jax.tree.map(lambda w: w[0], states),
         input_gradients=[],
     )
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:

@@ -109,7 +109,6 @@ class Setup:
 
     @property
     def layer_layouts(self) -> list[LayerLayout]:
-        """The layouts of layers."""
         return [layout.layers for layout in self.layouts]
 
     @property
@@ -134,7 +133,6 @@ class Setup:
 
     @property
     def num_slices(self) -> int:
-        """Number of slices of a sequence."""
         return self.table.schedule.num_slices
 
     @property
@@ -187,7 +185,6 @@ class Fixed:
 
     @property
     def axes(self) -> Axes:
-        """The mesh axes by their use."""
         return self.setup.layout.axes
 
     @property
@@ -222,11 +219,9 @@ class Fixed:
         return divide(outer, nothing if frozen is None else frozen.outer)
 
     def embed_context(self, batch: Microbatches, i: Index) -> tuple[Batch, Key]:
-        """The rows and the key that the embedding is given."""
         return self.context(batch, i, embed_layer(self.num_layers))
 
     def head_context(self, batch: Microbatches, i: Index) -> tuple[Batch, Key]:
-        """The rows and the key that the head is given."""
         return self.context(batch, i, head_layer(self.num_layers))
 
     def head(self, outer: OuterParams, x: Activation, rows: Batch, rng: Key) -> Tree:
@@ -274,7 +269,7 @@ class Fixed:
         return [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in self.messages.shapes(1)]
 
     def empty_message(self) -> Message:
-        return [jnp.zeros(w.shape, w.dtype) for w in self.message_shape()]
+        return list(map(jnp.zeros_like, self.message_shape()))
 
 
 @jax.tree_util.register_dataclass
@@ -362,7 +357,6 @@ class LayerWork(Work):
 
     @property
     def slice_number(self) -> Index:
-        """Number of the slice within its sequence."""
         return self.cell.microbatch % self.fixed.setup.num_slices
 
     def weights(self) -> tuple[list[Stored], list[Stored], Tree]:
@@ -573,5 +567,5 @@ def mean_scale(setup: Setup) -> float:
 
 def losses_of_layers(layers: Layers) -> list[Shapes]:
     """Shapes of the losses and metrics of all layers that have any."""
-    found = [layers.kinds[number].split.loss for number in layers.kind_of]
+    found = [layers.kinds[number].split.traced.loss for number in layers.kind_of]
     return [one for one in found if one is not None]

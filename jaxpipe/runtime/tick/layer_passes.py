@@ -5,13 +5,9 @@ none. Where a schedule overlaps a forward with a backward, one more loop may run
 turn (`Fixed.pairs`). Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
 which runs the ticks and moves what comes out of these loops.
 
-Rules that keep it fast and correct:
-
-- no ``cond`` or ``switch`` around buffers: XLA copies whatever passes through one; loops alias in
-  place;
-- what a gated loop's body reads goes through `tie` with what the loop carries, or XLA hoists its
-  uses out and runs them on idle ticks. Of residuals the whole buffers do: XLA for GPUs would copy
-  a layer's values out of them for a barrier, but lets computations read them where they lie.
+`jaxpipe.runtime.barriers` says why loops stand in place of conditionals, and why what they read
+goes through `tie`. Of residuals the whole buffers do: XLA for GPUs would copy a layer's values out
+of them for a barrier, but lets computations read them where they lie.
 """
 
 import dataclasses
@@ -272,7 +268,6 @@ def _add_gradient(work: LayerWork, carried: Carried, dparams: LayerParams) -> Ca
 
 
 def _add_loss(carried: Carried, loss: Tree) -> Carried:
-    """Adds a layer's loss and metrics to the sums."""
     sums = carried.layer_losses
     if sums is None:  # only outputs are wanted
         return carried
@@ -289,7 +284,6 @@ def _layer_state(work: LayerWork, carried: Carried) -> Tree:
 
 
 def _renew(work: LayerWork, carried: Carried, new: Tree) -> Carried:
-    """Writes a layer's new state."""
     layout, example = work.fixed.setup.states, work.kind.example
     assert layout is not None
     place = layout.layer_at(work.at, example)

@@ -64,15 +64,12 @@ class StepMicrobatches(NamedTuple):
     scale: jax.Array | None = None
 
     def at(self, i: Index) -> tuple[Batch, Key, Index]:
-        """Implements `Microbatches`."""
-
         def row(leaf: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(leaf, i, 1, keepdims=False)
 
         return jax.tree.map(row, self.rows), self.rng, i
 
     def scale_of(self, i: Index) -> jax.Array | None:
-        """Implements `Microbatches`."""
         return self.scale
 
 

@@ -108,7 +108,6 @@ class PlacedOptimizer:
 
     @cached_property
     def placing(self) -> Placing:
-        """Places and unplaces the optimizer's state."""
         sharded = self._zero >= 1
         return Placing(self.state, sharded=sharded, name="state", on_host=self.on_host)
 
@@ -125,17 +124,14 @@ class PlacedOptimizer:
     # On placed trees.
 
     def init(self, params: Placed) -> OptimizerState:
-        """The state of parameters."""
         shapes, _ = self.state.split(self._state_shapes)
 
         def init(params: Params, components: list[Tree]) -> OptimizerState:
             return self._optimizer.init(params)
 
         made = self._cut(init, {"params": self._shapes, "components": shapes})
-        empty = [
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.placed_shapes())
-            for layout in self.state.components
-        ]
+        placed = [layout.placed_shapes() for layout in self.state.components]
+        empty = jax.tree.map(jnp.zeros_like, placed)
         return strongly_typed(self.state.join(*made.run([params, *empty], [])))
 
     def _update(

@@ -163,18 +163,7 @@ TrainingStep: TypeAlias = Callable[
 
 
 def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> TrainingStep:
-    """A training step that updates every chunk as soon as its gradient is complete.
-
-    Its result is that of `Pipeline.value_and_grad` followed by the optimizer, without room for the
-    gradients of all layers.
-
-    Raises:
-      ValueError: a schedule that comes back to a chunk whose slot it has given up, or an optimizer
-        that needs the gradients of several parts at once.
-
-    Source: Lamy-Poirier, "Layered gradient accumulation and modular pipeline parallelism",
-    arXiv 2106.02679, section 3.
-    """
+    """A training step that updates every chunk as soon as its gradient is complete."""
     _check(pipe)
     placed_optimizer = pipe.placed_optimizer(optimizer)
     placed_optimizer.check_parts()

@@ -61,7 +61,6 @@ class Stage(abc.ABC):
         return done < len(arrivals) and arrivals[done] <= now
 
     def start(self, number: int, now: float) -> None:
-        """Starts a pass."""
         self.order.append(number)
         self.done[number] += 1
         self.free_at = now + self.durations[number]

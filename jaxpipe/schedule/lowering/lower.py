@@ -9,12 +9,8 @@ Everything a stage keeps lives in a numbered slot: a message that has arrived an
 residuals from F to the last action that reads them, values from B to W. Interval coloring gives
 each buffer exactly the schedule's peak and no more.
 
-A message that is first read in the next tick is exchanged at the end of its own, and connects its
-two ends alone. Any other is late: it leaves at the beginning of the next tick and travels while
-that tick's layers run (docs/design/001-executor.md).
-
-Where chunks move over data in pieces under layers (`jaxpipe.schedule.lowering.transfers`), a
-tick's pieces are on their way from its beginning to its end.
+`Channel` says which messages are late. Pieces of chunks that move over data under layers
+(`jaxpipe.schedule.lowering.transfers`) are on their way from a tick's beginning to its end.
 
 Where all stages embed together, each embedding is a sum in which every stage waits for the slowest,
 and so is its gradient. The head's sum is one that cannot be moved: its cotangent is wanted in the
@@ -79,8 +75,7 @@ def lower(
       pieces: number of pieces in which a chunk moves under layers of other chunks, where there is
         one more slot; by default chunks move as a whole.
       shares: largest number of equal parts in which a piece may move, a power of two.
-      together: whether all stages compute embedding and head together, or those of the first and
-        the last virtual stage alone.
+      together: as of `TickTable`.
       overlaps: whether messages travel while layers run, as on GPUs. XLA for CPUs runs one after
         the other: there no message is late.
 

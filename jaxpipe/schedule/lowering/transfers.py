@@ -80,12 +80,7 @@ def columns_of(schedule: Schedule) -> Columns:
 
 
 class MoveOptions(NamedTuple):
-    """Options for how chunks move over data.
-
-    Args:
-      own_slots: a chunk always lies in slot ``chunk % k`` of k.
-      pieces, shares: as for `under_layers`.
-    """
+    """Options for how chunks move over data, as for `jaxpipe.schedule.lowering.lower.lower`."""
 
     own_slots: bool
     pieces: int

@@ -1,10 +1,4 @@
-"""`auto`: the schedule that ends first on devices, under a memory limit; and a bound on all.
-
-Candidates are all schedules of this package that fit a placement, as published and reordered for
-the costs, and the orders of a search (`jaxpipe.schedule.search.order_search`), which knows whole
-sequences. The one that ends first on the device clock wins; `lower_bound` says how far it is from
-the best.
-"""
+"""`auto`: the schedule that ends first on devices, under a memory limit; and a bound on all."""
 
 from __future__ import annotations
 
@@ -65,10 +59,9 @@ def auto(
     """Finds the schedule that ends first on the device clock under a memory limit.
 
     Candidates are the schedules of this package that fit, as published and in another order for the
-    costs, and the orders of a search, on every placement that the model allows, of up to 256
-    virtual stages or 4 chunks.
-
-    `lower_bound` says how much is left.
+    costs, and the orders of a search (`search_orders`), which knows whole sequences, on every
+    placement that the model allows, of up to 256 virtual stages or 4 chunks. `lower_bound` says how
+    much is left.
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
@@ -356,14 +349,7 @@ def lower_bound(
 
 
 def gap(timeline: Timeline) -> str:
-    """Says how far a schedule is at most from the best on its placement, at its peak in flight.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
-      >>> from jaxpipe.schedule.simulate import simulate
-      >>> gap(simulate(one_f_one_b(2, 4), Costs(1, 1, 1)))
-      '1f1b: 14, at most 7.7% above the optimum on this placement at this peak'
-    """
+    """Says how far a schedule is at most from the best on its placement, at its peak in flight."""
     schedule = timeline.schedule
     bound = lower_bound(
         schedule.placement,

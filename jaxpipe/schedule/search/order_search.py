@@ -61,10 +61,7 @@ def search_orders(
     seeds: Iterable[Schedule] = (),
     bound: float = 0.0,
 ) -> list[Schedule]:
-    """Finds orders that end early on the free-running clock.
-
-    Tries rules (`dispatch`), which see the costs and the limit, takes the seeds as they are, and
-    improves the best of both step by step (`improve`). Deterministic.
+    """Finds orders that end early on the free-running clock, the same ones every time.
 
     Args:
       costs: costs of every virtual stage.

@@ -142,16 +142,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(timeline: Timeline) -> list[Exchange]:
-    """Finds the messages of a timeline, by time of arrival.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
-      >>> from jaxpipe.schedule.device_clock import device_clock
-      >>> from jaxpipe.schedule.simulate import Costs
-      >>> messages = exchanges(device_clock(gpipe(2, 1), Costs(1, 1, 1)))
-      >>> [(str(message.action), message.arrives) for message in messages]
-      [('0F0', 1.0), ('1B0', 3.0)]
-    """
+    """Finds the messages of a timeline, by time of arrival."""
     return sorted(_messages(timeline), key=lambda message: message.arrives)
 
 
@@ -571,12 +562,10 @@ def _label(
 def _rectangle(
     x: float, y: float, width: float, height: float, fill: str, stroke: str = "none"
 ) -> str:
-    """Draws a rectangle, from its upper left corner."""
     return _element("rect", x=x, y=y, width=width, height=height, fill=fill, stroke=stroke)
 
 
 def _line(points: Sequence[tuple[float, float]], stroke: str, width: float = 0.7) -> str:
-    """Draws a line through points."""
     written = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
     return _element("polyline", points=written, fill="none", stroke=stroke, stroke_width=width)
 

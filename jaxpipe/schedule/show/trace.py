@@ -7,12 +7,6 @@ from typing import Any
 from jaxpipe.schedule.show.draw import chunk_of, exchanges
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
-_COLOURS = (
-    *("thread_state_running", "rail_response", "rail_animation", "rail_idle", "rail_load"),
-    *("cq_build_passed", "cq_build_failed", "thread_state_iowait", "good", "bad"),
-)
-"""Reserved names of colours; chrome://tracing shows a microbatch's actions in one of them."""
-
 
 def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
     """Writes timelines in the Trace Event Format: one process for each, in which every stage has a
@@ -71,7 +65,6 @@ def _complete(
         "ph": "X",
         "name": str(part.action),
         "cat": part.action.kind.value,
-        "cname": _COLOURS[part.action.microbatch % len(_COLOURS)],
         **thread,
         "ts": part.start * unit,
         "dur": (part.end - part.start) * unit,
