@@ -1,5 +1,6 @@
 """Layers that are alike: stacked in one array per parameter, or unrolled in one per layer."""
 
+import abc
 import functools
 import itertools
 from collections.abc import Collection
@@ -29,15 +30,26 @@ from jaxpipe.runtime.types import (
 from jaxpipe.schedule.lowering.table import Chunk
 
 
-def _alike(layers: Params, splits: Splits) -> tuple[Leaves, Leaves]:
-    """Makes one layer, and all layers, of a model whose layers are alike; every array a `Leaf`."""
+class _Alike(LayerLayout):
+    """Parameters of layers that are alike; places count rows, of all chunks."""
 
-    def leaf_of(path: Path, w: Tree) -> Leaf:
-        return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
+    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
+        def leaf_of(path: Path, w: Tree) -> Leaf:
+            return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
 
-    piece = jax.tree.map_with_path(leaf_of, layers)
-    depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
-    return piece, jax.tree.map(lambda leaf: leaf.stacked(depth), piece)
+        self.rows = rows
+        _, self.num_chunks, self.num_pieces = rows.shape
+        self.piece = jax.tree.map_with_path(leaf_of, layers)
+        depth = jax.tree.leaves(layers)[0].shape[0] if jax.tree.leaves(layers) else 0
+        self.canonical = jax.tree.map(lambda leaf: leaf.stacked(depth), self.piece)
+        self.placed = self._chunks(self.num_chunks)
+
+    @abc.abstractmethod
+    def _chunks(self, count: int) -> Leaves:
+        """The arrays of so many chunks."""
+
+    def slot_shapes(self, count: int) -> Shapes:
+        return jax.tree.map(Leaf.struct, self._chunks(count))
 
 
 class _StackedPlace(NamedTuple):
@@ -47,20 +59,11 @@ class _StackedPlace(NamedTuple):
     share: Share | None
 
 
-class Stacked(LayerLayout):
+class Stacked(_Alike):
     """Parameters of layers that are alike, in one array per parameter."""
-
-    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
-        self.rows = rows
-        _, self.num_chunks, self.num_pieces = rows.shape
-        self.piece, self.canonical = _alike(layers, splits)
-        self.placed = self._chunks(self.num_chunks)
 
     def _chunks(self, count: int) -> Leaves:
         return jax.tree.map(lambda leaf: leaf.behind(count * self.num_pieces), self.piece)
-
-    def slot_shapes(self, count: int) -> Shapes:
-        return jax.tree.map(Leaf.struct, self._chunks(count))
 
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _StackedPlace:
         _, chunk, number = at
@@ -122,7 +125,7 @@ class _UnrolledPlace(NamedTuple):
     share: Share | None
 
 
-class Unrolled(LayerLayout):
+class Unrolled(_Alike):
     """Parameters of layers that are alike, every row of a stage in arrays of its own.
 
     A stage's arrays are a dictionary from row ``chunk * layers + layer`` to the layer's tree. k
@@ -133,15 +136,8 @@ class Unrolled(LayerLayout):
 
     own_arrays = True
 
-    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
-        self.rows = rows
-        _, self.num_chunks, self.num_pieces = rows.shape
-        self.piece, self.canonical = _alike(layers, splits)
-        self.placed = dict.fromkeys(range(self.num_chunks * self.num_pieces), self.piece)
-
-    def slot_shapes(self, count: int) -> Shapes:
-        row = jax.tree.map(Leaf.struct, self.piece)
-        return dict.fromkeys(range(count * self.num_pieces), row)
+    def _chunks(self, count: int) -> Leaves:
+        return dict.fromkeys(range(count * self.num_pieces), self.piece)
 
     def cast(self, arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
         return {n: cast(row, dtypes, scales and scales[n]) for n, row in arrays.items()}
