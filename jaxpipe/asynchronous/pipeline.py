@@ -406,11 +406,7 @@ class AsyncPipeline:
 
 
 def _entering(state: Tree, microbatches: int) -> tuple[Shapes, Shapes]:
-    """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state.
-
-    Raises:
-      ValueError: what keeps no rows and keys, and thus cannot be a state.
-    """
+    """Shapes of the batch and the key that `AsyncPipeline.init` was given, read from a state."""
     recent = state.get("recent") if isinstance(state, dict) else None
     if not isinstance(recent, dict) or recent.keys() != {"rows", "rng"}:
         found = f"a {type(state).__name__}"

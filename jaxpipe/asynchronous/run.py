@@ -214,11 +214,7 @@ def _last_ones(steady: SteadyState, num_ticks: int, *, drains: bool) -> np.ndarr
 
 
 def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
-    """Arguments as for `call`; also returns whether the head reads the embedding's parameters.
-
-    Raises:
-      ValueError: the embedding reads parameters of the head.
-    """
+    """Arguments as for `call`; also returns whether the head reads the embedding's parameters."""
     outer, recent = _outer(setup, own), Recent(**own["recent"], scale=None, steady=rules.steady)
     fixed = fix(setup, recent, outer, weights=Versioned(rules, {}), gradients=None)
 

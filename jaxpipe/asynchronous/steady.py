@@ -302,9 +302,6 @@ def steady_text(steady: SteadyState) -> str:
     the first stage's newest at the start of the period. ``+`` marks the update that ends a
     minibatch. The delays follow, per stage.
 
-    Raises:
-      TooWideError: rows are longer than anyone reads.
-
     Example:
       >>> for line in steady_text(SteadyState(2, 2)).splitlines()[:3]:
       ...     print(line)

@@ -102,10 +102,6 @@ def layers_of_model(
     Args:
       layers: layers of the whole model; None for two per chunk, if the costs are of a stage.
       chunks: chunks per stage.
-
-    Raises:
-      ArgumentError: no costs are given or both, a layer's costs come without the number of layers,
-        or there are too few layers.
     """
     problems = below_one({"layers": layers})
     both = {"stage_costs": stage_costs, "layer_costs": layer_costs}

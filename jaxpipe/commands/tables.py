@@ -139,9 +139,6 @@ def of_schedules(
 
     Args:
       options: names of schedules, each with its "chunks" and "slices" where these are given.
-
-    Raises:
-      ArgumentError: the options do not fit each other.
     """
     assert on.layer_model is not None
     model = read_sizes(on.layer_model, option="layer_model")

@@ -82,9 +82,6 @@ def sizes(
       compute_bytes: of a weight where layers read it.
       document_share: how long the document of a token is on average, as a share of a row; tokens
         see no others. Attention has at most this share of the FLOPs of a causal sequence.
-
-    Raises:
-      ValueError: the pipeline has several stages or data shards.
     """
     experts = pipe.mesh.shape.get(EXPERT, 1)
     if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:

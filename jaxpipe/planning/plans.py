@@ -365,11 +365,7 @@ def grown(program: Program, of: Callable[[Program], float]) -> float:
 
 
 def lowering_of(program: Program) -> Lowering:
-    """Lowers a program without its transfers over data, once for all programs with its order.
-
-    Raises:
-      ArgumentError: the schedule does not fit the shape.
-    """
+    """Lowers a program without its transfers over data, once for all programs with its order."""
     return _lowering_of(program.without_transfers())
 
 
@@ -392,11 +388,7 @@ _build = lru_cache(maxsize=512)(catalog.build)
 
 @lru_cache(maxsize=2048)
 def table_of(program: Program) -> TickTable:
-    """Lowers a program, as `jaxpipe.Pipeline` does.
-
-    Raises:
-      ArgumentError: the schedule does not fit the shape.
-    """
+    """Lowers a program, as `jaxpipe.Pipeline` does."""
     lowered = lowering_of(program)
     pieces = max(lowered.layer_counts) if program.shares else 0
     return lowered.table(

@@ -311,11 +311,7 @@ def evaluated(
 
 
 def predicted(placed: PlacedPlan, goal: Goal = ONE_STEP) -> Prediction:
-    """Predicts a plan as it would run, its order made for its costs.
-
-    Raises:
-      ArgumentError: its schedule refuses the number of microbatches.
-    """
+    """Predicts a plan as it would run, its order made for its costs."""
     program = cost.program_of(placed)
     seconds, parts = cost.step_seconds(placed, program), cost.device_bytes(placed, program)
     return Prediction(placed, seconds, parts, goal.steps_of(placed))
@@ -328,9 +324,6 @@ def compiled(
 
     Args:
       count: how many plans to compile; only these are among the best then.
-
-    Raises:
-      ArgumentError: none of them fits the memory.
     """
     known = {
         prediction.plan: prediction._replace(compiled_bytes=measure(prediction))

@@ -208,11 +208,7 @@ class ModelSizes:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> ModelSizes:
-        """Reads what `to_json` wrote.
-
-        Raises:
-          ArgumentError: the text is nothing of the kind.
-        """
+        """Reads what `to_json` wrote."""
         try:
             data = json.loads(text)
             variants = {

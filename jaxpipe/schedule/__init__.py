@@ -6,20 +6,6 @@ command line and the trainer. That is all that its author needs. Programs that t
 `partition` which layers make a chunk, picture the result with `draw`, and keep it with
 `to_json`.
 
-=========================  =========================================================================
-`actions`, `placement`     what a schedule is
-`catalog`                  every schedule by name: `catalog.build`
-`problems`                 what is wrong with an argument, as data
-`generators`               one file per family; `events` is the machine on which orders are made
-`search`                   orders that are searched for
-`check`                    proof that a schedule can run, or an error with the grid
-`simulate`, `partition`    the free-running clock; which layers make a chunk
-`lowering`                 the tick table that is executed, and its buffers
-`device_clock`             how long that table takes on GPUs
-`show`                     text, pictures, pages and traces
-`formats`                  PyTorch's CSV, JSON, and a user's own schedule
-=========================  =========================================================================
-
 Example:
   >>> from jaxpipe.schedule import Action, Costs, Kind, Schedule, linear
   >>> from jaxpipe.schedule import build, register, simulate, validate

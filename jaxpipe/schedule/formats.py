@@ -279,11 +279,6 @@ def load(
 
     Args:
       clock: the costs of the later timing: passed to a function that has parameters of these names.
-
-    Raises:
-      ValueError: the name leads nowhere; numbers do not fit a file or are not given to a function;
-        or what `call_user` raises.
-      ScheduleError: the schedule cannot run.
     """
     shape = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     wanted = {argument: number for argument, number in shape.items() if number is not None}

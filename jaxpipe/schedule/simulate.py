@@ -263,11 +263,7 @@ def makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
 
 
 def of_virtual_stages(placement: Placement, costs: Costs | Sequence[Costs]) -> tuple[Costs, ...]:
-    """Returns the costs of every virtual stage, given them or one for all.
-
-    Raises:
-      ValueError: there is not one cost for every virtual stage.
-    """
+    """Returns the costs of every virtual stage, given them or one for all."""
     needed = placement.num_virtual_stages
     if isinstance(costs, Costs):
         return (costs,) * needed

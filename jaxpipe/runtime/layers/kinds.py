@@ -80,11 +80,6 @@ def sort_layers(
       cut: `split_layer` with the options of the run.
       frozen: for every layer as of `split_layer`.
       num_slices: of a sequence; x is one of them.
-
-    Raises:
-      ValueError: a layer that cannot take what the layer before it returns, or returns what is not
-        floating point; both layers are named, with shapes and dtypes. A layer with a collective
-        that must not stand in it.
     """
     seen: dict[Any, int] = {}
     kinds: list[LayerKind] = []

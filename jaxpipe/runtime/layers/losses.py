@@ -32,22 +32,13 @@ class Weighted:
       weight: the sum of the weights; as a loss, a scalar.
 
     Example:
-      >>> from jaxpipe.runtime import unpipelined
-      >>> from jaxpipe.runtime.layers.model import Model
       >>> def head_loss(outer, x, batch, rng):
       ...     losses, mask = (x - batch["y"]) ** 2, batch["mask"]
       ...     return Weighted((mask * losses).sum(), mask.sum()), {"valid": Sum(mask.sum())}
-      >>> model = Model(
-      ...     embed=lambda outer, batch, rng: batch["x"],
-      ...     layer=lambda w, x, batch, rng: w * x,
-      ...     head_loss=head_loss,
-      ... )
-      >>> params = {"embed": {}, "layers": jnp.ones(2), "head": {}}
-      >>> batch = {"x": jnp.array([4.0, 1.0, 1.0, 9.0]), "y": jnp.zeros(4)}
-      >>> batch["mask"] = jnp.array([1.0, 1.0, 1.0, 0.0])
-      >>> loss, metrics = unpipelined.loss(model, params, batch, num_microbatches=2)
-      >>> float(loss), float(metrics["valid"])  # (16 + 1 + 1) / 3, not the mean of 17 / 2 and 1 / 1
-      (6.0, 3.0)
+      >>> batch = {"y": jnp.zeros(3), "mask": jnp.array([1.0, 1.0, 0.0])}
+      >>> loss, metrics = head_loss({}, jnp.array([4.0, 2.0, 9.0]), batch, None)
+      >>> float(loss.total), float(loss.weight)
+      (20.0, 2.0)
     """
 
     total: Tree

@@ -193,9 +193,6 @@ def output_shapes(
       name: name of the function in errors.
       giver: what returned the argument ``x``, for errors.
       arguments: shapes, by the names of the documentation.
-
-    Raises:
-      ValueError: the function raised an error; the message says what it was given.
     """
     try:
         return jax.eval_shape(function, *arguments.values())

@@ -290,9 +290,6 @@ def split_layer(
         sequence append to; B and W are given these as they are then.
       early: whether B also runs equations of W where fewer bytes then cross.
 
-    Returns:
-      The split.
-
     Example:
       >>> import jax.numpy as jnp
       >>> split = split_layer(lambda w, x: jnp.tanh(x @ w), jnp.ones((4, 4)), jnp.ones((2, 4)))

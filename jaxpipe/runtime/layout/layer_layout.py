@@ -220,9 +220,6 @@ class LayerLayout(Piece, abc.ABC):
           pairs: all that these two may be.
           body: ``body(backward, forward, arrays, carry)``, with chunk and layer of each; returns
             arrays and carry.
-
-        Returns:
-          Arrays, carry and the number of turns.
         """
         turns = jnp.minimum(backward[1], forward[1])
 

@@ -43,9 +43,6 @@ class PlacedOptimizer:
     Attributes:
       state: where the optimizer's state lies.
       on_host: whether it is kept on the host.
-
-    Raises:
-      ValueError: a transformation that cannot run where the parameters lie.
     """
 
     def __init__(

@@ -85,9 +85,6 @@ class PerUnit:
 
     Attributes:
       mixes: says where scalars of several units meet; None if nowhere.
-
-    Raises:
-      ValueError: a unit that needs the arrays of another.
     """
 
     def __init__(

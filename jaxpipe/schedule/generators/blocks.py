@@ -34,9 +34,6 @@ class Block:
         clock.
       fused: whether each W directly follows its B, as one action of two units.
 
-    Raises:
-      ValueError: a stage does not start F, B and W of each of its chunks once.
-
     Example:
       >>> from jaxpipe.schedule.placement import linear
       >>> block = Block(linear(2), ((0, 4, 5), (1, 2, 3)), fused=True)

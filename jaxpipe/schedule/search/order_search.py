@@ -68,9 +68,6 @@ def search_orders(
       cap: the most chunks in flight on a stage, at least those of one microbatch.
       seeds: split schedules on this placement, within the cap.
       bound: no schedule ends before this.
-
-    Returns:
-      Schedules, the one that ends first in front.
     """
     schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
