@@ -410,7 +410,7 @@ class Trainer:
     def train(self) -> bool:
         """Runs the remaining steps; returns False if it was asked to stop before the last."""
         config, last = self.config.train, self.config.train.steps
-        copies = self.config.distributed.copy_every
+        copy_every = self.config.distributed.copy_every
         self.goodput.enter(STEP)
         unread: tuple[int, Any] | None = None
         clock = Clock()
@@ -442,14 +442,17 @@ class Trainer:
                 stopping = self.stop.after(self.step)
                 is_last = self.step == last or stopping
                 # What follows the last step saves it.
-                if copies and self.step % copies == 0 and not is_last:
-                    self._copy()
+                copies = copy_every and self.step % copy_every == 0 and not is_last
                 evaluates = self.step % config.eval_every == 0 or self.step == last
                 logs = self.step % config.log_every == 0 or self.step == 1 or is_last or evaluates
                 saves = self.step % config.checkpoint_every == 0 or is_last
                 saves = saves or (logs and self._is_time_to_save())
                 if not (saves or logs):
                     unread = (self.step, values)
+                    if copies:  # none without the record of its step
+                        self._record(*unread)
+                        unread = None
+                        self._copy()
                     bar.update(task, completed=self.step)
                     continue
                 numbers = self._read(self.step, values)
@@ -465,6 +468,8 @@ class Trainer:
                 self.checkpoints.check()
                 if logs:
                     say(bar.console, str(self._line(numbers, bubble, speed)))
+                if copies:
+                    self._copy()
                 if saves:
                     self.save(num_batches=1 if stopping else config.eval_batches)
                 bar.update(task, completed=self.step)
