@@ -24,16 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if list(given) == ["--version"]:
         print(f"jaxpipe {__version__}")
         return 0
+    commands = show, schedules, compare, validate, plan, measure
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {
-                "show": show,
-                "schedules": schedules,
-                "compare": compare,
-                "validate": validate,
-                "plan": plan,
-                "measure": measure,
-            },
+            {command.__name__: command for command in commands},
             prog="jaxpipe",
             description="Draw, list, compare and check pipeline schedules; plan, measure.",
             args=given,

@@ -298,19 +298,14 @@ def model(
     made = Model(
         embed=lambda outer, batch, rng: call(embed, outer, rng, batch),
         layer=functions[0] if alike else tuple(functions),
-        head_loss=_of_last(call, loss),
-        output=_of_last(call, output),
+        head_loss=lambda outer, x, batch, rng: call(loss, outer, rng, x, batch),
+        output=lambda outer, x, batch, rng: call(output, outer, rng, x, batch),
         stateful=is_stateful,
         axes=axes,
         axis_split=specs,
     )
     params = {"embed": nnx.to_pure_dict(split.outer), "layers": of_layers, "head": {}}
     return Converted(made, params, tuple(split.states) if is_stateful else None)
-
-
-def _of_last(call: Callable[..., Tree], function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Makes a function of the last layer's x, as `Model` has it."""
-    return lambda outer, x, batch, rng: call(function, outer, rng, x, batch)
 
 
 def update(

@@ -2,13 +2,10 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from jaxpipe import gpu_flags
-from jaxpipe.commands.printing import prefixed
+from jaxpipe.commands.printing import output_console, prefixed
 from jaxpipe.planning.devices import Device, Peaks, measured
 from jaxpipe.schedule.problems import Problem, refuse
 
@@ -40,7 +37,7 @@ def measure(*, out: Path, devices: int | None = None) -> None:
     attained = peaks(used)
     device = measured(kind, attained, memory_bytes=memory, source=f"measured on {count} x {kind}")
     out.write_text(json.dumps({"device": dataclasses.asdict(device)}, indent=1) + "\n", "utf-8")
-    console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
+    console = output_console()
     console.print(_in_words(device, attained))
     console.print(f"{out} is written: jaxpipe plan --config FILE --devices N --device {out}")
 

@@ -1,5 +1,6 @@
 """``jaxpipe show`` and ``jaxpipe validate``: one schedule, in any format."""
 
+import functools
 import json
 import os
 import shutil
@@ -263,14 +264,10 @@ def _in_format(
     ]
     if schedule.name == "auto":
         lines.append(gap(device))
-    if width is not None:
-        lines = [wrapped for line in lines for wrapped in _wrapped(line, width)]
+    if width is not None:  # a drawing has its own lines, and stays as it is
+        wrap = functools.partial(textwrap.fill, width=width, break_long_words=False)
+        lines = [line if "\n" in line else wrap(line) for line in lines]
     return "\n".join(lines) + "\n"
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Wraps a caption for the terminal; a drawing has its own lines and stays as it is."""
-    return [text] if "\n" in text else textwrap.wrap(text, width, break_long_words=False)
 
 
 def _write(text: str, out: Path | None) -> None:

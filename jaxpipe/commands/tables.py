@@ -104,20 +104,13 @@ class OnDevices:
 
     def uncounted(self, model: ModelSizes, slices: int) -> list[Problem]:
         """Lists what the file of sizes does not know, of sequences in so many slices."""
-        problems = []
-        if self.variant(slices) not in model.variants:
-            known = "; ".join(
-                f"--{name} {', '.join(map(str, dict.fromkeys(values)))}"
-                for name, values in zip(
-                    Variant._fields, zip(*sorted(model.variants), strict=True), strict=True
-                )
-            )
-            own = {"context": self.context, "expert": self.expert, "remat": self.remat}
-            others = own | {"slices": slices}
-            rule = "with $context, $expert, $remat and $slices was not counted; the file knows "
-            rule += known
-            problems.append(Problem("tensor", self.tensor, rule, (), others))
-        return problems
+        if self.variant(slices) in model.variants:
+            return []
+        columns = zip(Variant._fields, zip(*sorted(model.variants), strict=True), strict=True)
+        known = (f"--{name} {', '.join(map(str, dict.fromkeys(n)))}" for name, n in columns)
+        others = self.variant(slices)._asdict()
+        rule = "with $context, $expert, $remat and $slices was not counted; the file knows "
+        return [Problem("tensor", self.tensor, f"{rule}{'; '.join(known)}", (), others)]
 
     def variant(self, slices: int) -> Variant:
         """The options that decide the sizes of the model's layers."""

@@ -247,14 +247,12 @@ def count(
     """Counts flat equations.
 
     Args:
-      eqns: with calls inlined, in order.
-      axes: devices along the axes of the mesh.
       slots: variables that are read from slots, or, among the outputs, written to them.
       stored: outputs that are added to what lies elsewhere, such as gradients.
       weights: variables that are weights, with the bytes of an element of the copy that is read.
-      document_share: as for `sizes`.
     """
     program = _Program(eqns, outputs, weights)
+    kept = {program.origin(v) for v in program.outputs if v in slots}
     kernels: list[Kernel] = []
     collectives: list[SizedCollective] = []
     copied = 0.0
@@ -281,7 +279,7 @@ def count(
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
             # are copied into one.
             copies = {v for v in read if v in slots}
-            copies |= {v for v in written if program.kept_as(v, slots)}
+            copies |= kept.intersection(written)
             copied += 2 * sum(map(program.bytes, copies))
     work = Pass(tuple(kernels), _number(copied), tuple(collectives))
     return Counted(work, program.live_bytes(slots, stored))
@@ -319,10 +317,6 @@ class _Program:
                 return self.casts.setdefault((self.origin(source), v.aval.dtype), v)
             v = source
         return v
-
-    def kept_as(self, v: Atom, slots: Collection[Atom]) -> bool:
-        """Whether a variable is an output that goes to a slot, perhaps by another name."""
-        return any(self.origin(out) is v for out in self.outputs if out in slots)
 
     def bytes(self, v: Atom) -> float:
         return math.prod(v.aval.shape) * self.weights.get(v, _itemsize(v))

@@ -5,7 +5,7 @@ cores of the machine.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,39 +22,30 @@ _SHORT = 2**12
 _REPEATS = 8
 """Messages, or copies, of one program, one after another: starting it is not counted."""
 
-
-class _Amounts(NamedTuple):
-    """Amounts of work that attain a peak: rows of a square matmul and the dtype in which layers
-    usually compute; bytes of an array that no cache holds, and of a message."""
-
-    matmul: int
-    dtype: str
-    array: int
-    message: int
-
-
-_AMOUNTS = {"cpu": _Amounts(512, "float32", 2**25, 2**22)}
-_OF_ACCELERATORS = _Amounts(8192, "bfloat16", 2**30, 2**26)
+_ON_CPUS, _ON_ACCELERATORS = (512, "float32", 2**25, 2**22), (8192, "bfloat16", 2**30, 2**26)
+"""Amounts of work that attain a peak: rows of a square matmul and the dtype in which layers usually
+compute; bytes of an array that no cache holds, and of a message."""
 
 
 def peaks(devices: Sequence[jax.Device]) -> Peaks:
     """Measures what devices attain; at least two, so that there is a link."""
     mesh = jax.make_mesh((len(devices),), (_AXIS,), devices=devices)
-    amounts = _AMOUNTS.get(devices[0].platform, _OF_ACCELERATORS)
-    matrix = jax.ShapeDtypeStruct((amounts.matmul, amounts.matmul), amounts.dtype)
+    on_cpus = devices[0].platform == "cpu"
+    rows, dtype, array, sent = _ON_CPUS if on_cpus else _ON_ACCELERATORS
+    matrix = jax.ShapeDtypeStruct((rows, rows), dtype)
     matmul = run_seconds(_everywhere(jnp.matmul, mesh), matrix, matrix)
-    copied = _in_turn(lambda x: x + 1, amounts.array, mesh)
-    short, long = (_in_turn(_sent_on, size, mesh) for size in (_SHORT, amounts.message))
-    both = _in_turn(_reduced_and_gathered, amounts.message, mesh)
+    copied = _in_turn(lambda x: x + 1, array, mesh)
+    short, long = (_in_turn(_sent_on, size, mesh) for size in (_SHORT, sent))
+    both = _in_turn(_reduced_and_gathered, sent, mesh)
     # Times that vary may hide how little of the long ones is latency: at most half of them.
-    message = amounts.message / max(long - short, long / 2)
+    message = sent / max(long - short, long / 2)
     share = (len(devices) - 1) / len(devices)
     return Peaks(
-        flops=2.0 * amounts.matmul**3 / matmul,
-        bandwidth=2.0 * amounts.array / copied,
+        flops=2.0 * rows**3 / matmul,
+        bandwidth=2.0 * array / copied,
         message=message,
         # Reducing and gathering send as much each.
-        collective=2 * share * amounts.message / max(both - 2 * short, both / 2),
+        collective=2 * share * sent / max(both - 2 * short, both / 2),
         latency=max(0.0, short - _SHORT / message),
     )
 

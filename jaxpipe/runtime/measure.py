@@ -60,9 +60,10 @@ def buffers(
     def read(fixed: Fixed, _: StepMicrobatches) -> dict[str, Shapes]:
         if by_chunk is not None:
             setup = dataclasses.replace(fixed.setup, table=pipe.chunk_table)
-            sink = Applied(pipe.placed_optimizer(by_chunk))
-            fixed = dataclasses.replace(fixed, setup=setup, gradients=sink)
-        moving, shapes = executor.moving_shapes(fixed), executor.buffer_shapes(fixed)
+            applied = Applied(pipe.placed_optimizer(by_chunk))
+            fixed = dataclasses.replace(fixed, setup=setup, gradients=applied)
+        sink, shapes = fixed.gradients, executor.buffer_shapes(fixed)
+        moving = [fixed.weights.moving(fixed), [] if sink is None else sink.moving(fixed)]
         for name, kept in fixed.residuals.items():
             if kept.on_host:
                 shapes.pop(name, None)
@@ -375,15 +376,11 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     """Makes a pipeline of the same model, mesh and options that is fast to compile.
 
     It has two microbatches, because the compiler simplifies where it knows that there is one, and
-    in general one chunk per stage. It has two layers if layers are alike and each has a loop body
-    or an array of its own. Stacked layers keep their number, for the compiler packs its values into
-    memory in the order of their sizes: how well those of a layer fit depends on which of them are
-    larger than the arrays of all layers. Stacked layers also keep their chunks if these are reduced
-    from slots while layers run: a single chunk would have all layers in one slot. Chunks have one
-    layer if those of the pipeline do: then the gradient of a layer is that of its chunk, and not a
-    copy beside it. Ticks go one way if those of the pipeline do: then only messages of one
-    direction exist at once. Where layers run in pairs, the pipeline keeps its schedule, whose pairs
-    have the values of two layers at once.
+    in general one chunk per stage, of two layers. It keeps what the working set depends on: the
+    number of stacked layers, since the compiler packs values into memory in the order of their
+    sizes, and their chunks if these are reduced from slots while layers run; chunks of one layer,
+    whose gradient is no copy beside its own; ticks that go one way, with messages of one direction;
+    and, where layers run in pairs, the schedule.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
     params = dict(pipe.canonical_params)

@@ -77,16 +77,12 @@ def init_params(pipe: Pipeline, init: Callable[[jax.Array], Params], key: jax.Ar
 
 def _programs(params: Shapes) -> Iterator[tuple[int, int]]:
     """The leaves that one program makes, as ranges of their numbers."""
-    units = [unit for name in sorted(params) for unit in _units(params[name])]
     end = 0
-    for unit in units:
-        first, end = end, end + len(jax.tree.leaves(unit))
-        if end > first:
-            yield first, end
-
-
-def _units(part: Any) -> list[Any]:
-    return list(part) if is_sequence(part) else jax.tree.leaves(part)
+    for _, part in sorted(params.items()):
+        for unit in part if is_sequence(part) else jax.tree.leaves(part):
+            first, end = end, end + len(jax.tree.leaves(unit))
+            if end > first:
+                yield first, end
 
 
 def _split_within(w: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -123,20 +119,9 @@ def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
       ValueError: a part unlike that of the parameters that the pipeline was built for.
 
     Example:
-      >>> from jaxpipe.runtime.layers.model import Model
-      >>> from jaxpipe.runtime.mesh import make_mesh
-      >>> model = Model(
-      ...     embed=lambda outer, batch, rng: batch["x"],
-      ...     layer=lambda w, x, batch, rng: x @ w,
-      ...     head_loss=lambda outer, x, batch, rng: x.mean(),
-      ... )
-      >>> shapes = jax.ShapeDtypeStruct((2, 3, 3), "float32")
-      >>> params, mesh = {"embed": {}, "layers": shapes, "head": {}}, make_mesh(stage=1)
-      >>> pipe = Pipeline(model, params, schedule="1f1b", mesh=mesh)
       >>> def read(name, n=None):
-      ...     return {} if n is None else np.full((3, 3), n, np.float32)
-      >>> load_params(pipe, read)["layers"][0, :, 0, 0].tolist()
-      [0.0, 1.0]
+      ...     return {} if n is None else np.load(f"layer-{n}.npy", mmap_mode="r")
+      >>> params = load_params(pipe, read)  # doctest: +SKIP
     """
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)

@@ -57,8 +57,7 @@ def loss(
     def head(*args: Tree) -> Tree:
         return losses.addable(jax.tree.map(jnp.asarray, model.head_loss(*args)))
 
-    shape = num_microbatches, data_shards
-    *found, last = _run(model, head, params, batch, rng=rng, shape=shape, states=states)
+    *found, last = _run(model, head, params, batch, rng, num_microbatches, data_shards, states)
     sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
     combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
@@ -100,14 +99,10 @@ def outputs(
     params: Params,
     batch: Batch,
     rng: Key = None,
-    *,
-    num_microbatches: int = 1,
-    data_shards: int = 1,
-    states: Sequence[States] | None = None,
+    **others: Any,
 ) -> Tree:
     """Computes `Model.output` for a batch, in the order of its rows; arguments as of `loss`."""
-    shape = num_microbatches, data_shards
-    found, *_ = _run(model, model.output, params, batch, rng=rng, shape=shape, states=states)
+    found, *_ = _run(model, model.output, params, batch, rng, **others)
     return jax.tree.map(lambda w: jnp.moveaxis(w, 1, 2).reshape(-1, *w.shape[3:]), found)
 
 
@@ -116,22 +111,17 @@ def _run(
     head: Callable[..., Tree],
     params: Params,
     batch: Batch,
-    *,
     rng: Key,
-    shape: tuple[int, int],
-    states: Sequence[States] | None,
+    num_microbatches: int = 1,
+    data_shards: int = 1,
+    states: Sequence[States] | None = None,
 ) -> tuple[Tree, _OfLayers, States]:
-    """Runs all microbatches.
-
-    Args:
-      head: what follows the last layer.
-      shape: numbers of microbatches and of data shards.
+    """Runs all microbatches, with ``head`` after the last layer.
 
     Returns:
       What the head returns, and what layers add, leaves ``[data shards, microbatches, ...]``; and
       the states, or None.
     """
-    num_microbatches, data_shards = shape
     params = jax.tree.map(jnp.asarray, params)
     wide = widened(params)
 
@@ -201,8 +191,10 @@ def _microbatch(
         x, of_layers = jax.lax.scan(numbered, x, (jnp.arange(depth), layers))
         num_losses = depth
     else:
-        for n, (function, layer_params) in enumerate(_layers(model, layers)):
-            x, loss, *state = run(function, n, x, layer_params, *states[n : n + 1])
+        if model.layers_are_alike:
+            layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(depth)]
+        for n, layer_params in enumerate(layers):
+            x, loss, *state = run(model.layer_function(n), n, x, layer_params, *states[n : n + 1])
             found += [] if loss is None else [loss]
             renewed += state
         of_layers = jax.tree.map(lambda *w: jnp.stack(w), *found) if found else None
@@ -210,11 +202,3 @@ def _microbatch(
     of_layers = jax.tree.map(lambda w: w.sum(0), of_layers)
     result = head(rounded(outer, outer_of(like)), x, rows, key(head_layer(depth)))
     return result, (of_layers, jnp.asarray(num_losses)), tuple(renewed)
-
-
-def _layers(model: Model, layers: Params) -> list[tuple[Callable[..., Tree], LayerParams]]:
-    """Function and parameters of every layer, whether the layers are alike or not."""
-    if model.layers_are_alike:
-        depth = jax.tree.leaves(layers)[0].shape[0]
-        layers = [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(depth)]
-    return [(model.layer_function(n), params) for n, params in enumerate(layers)]

@@ -61,19 +61,11 @@ def _inline(jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool) -> list[T
                 for branch in eqn.params["branches"]
             ]
             which = lax.clamp(0, which, len(branches) - 1)
-            outs = [_choose(which, results) for results in zip(*branches, strict=True)]
+            outs = [lax.select_n(which, *results) for results in zip(*branches, strict=True)]
         else:
             outs = bind(eqn, operands)
         env.update(zip(eqn.outvars, outs, strict=True))
     return values(jaxpr.outvars, env)
-
-
-def _choose(which: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
-    """Selects a result by its number."""
-    chosen = results[0]
-    for number, result in enumerate(results[1:], start=1):
-        chosen = lax.select(which == number, result, chosen)
-    return chosen
 
 
 def run_eqns(eqns: Eqns, env: Env) -> Env:

@@ -168,11 +168,7 @@ def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
 
 def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
     """Adds shardings to shapes."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
 
 
 def _spread(tree: Tree, shardings: Shardings) -> Tree:

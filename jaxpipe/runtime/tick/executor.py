@@ -158,12 +158,6 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
     return shapes | fixed.gradients.shapes(fixed)
 
 
-def moving_shapes(fixed: Fixed) -> list[Shapes]:
-    """Shapes of what moves over data while layers run."""
-    sink = fixed.gradients
-    return [fixed.weights.moving(fixed), [] if sink is None else sink.moving(fixed)]
-
-
 def run_ticks(
     fixed: Fixed, batch: StepMicrobatches, carried: Carried
 ) -> tuple[Tree, Carried, States]:

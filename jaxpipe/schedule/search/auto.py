@@ -115,7 +115,6 @@ class PlacedModel(NamedTuple):
     Args:
       cap: the most chunks in flight on a stage.
       bound: time before which no schedule ends.
-      num_slices: slices of a microbatch's sequences.
     """
 
     placement: Placement
@@ -124,16 +123,6 @@ class PlacedModel(NamedTuple):
     cap: int
     bound: float
     num_slices: int = 1
-
-    @classmethod
-    def of(
-        cls, placement: Placement, m: int, k: int, costs: tuple[Costs, ...], memory_limit: float
-    ) -> PlacedModel:
-        """Makes a model for a limit in microbatches of a full stage."""
-        parts = placement.num_chunks * k
-        cap = max(parts, int(min(memory_limit, m) * parts))
-        bound = lower_bound(placement, m, costs, cap=cap, num_slices=k)
-        return cls(placement, m, costs, cap, bound, k)
 
     @property
     def num_actions(self) -> int:
@@ -191,11 +180,13 @@ def _models(
         if chunks % 2 == 0 and num_slices == 1:
             places.append(wave(num_stages, num_waves=chunks // 2))
         places.append(looped(num_stages, num_chunks=chunks))
-    shape = num_microbatches, num_slices
-    return [
-        PlacedModel.of(place, *shape, cut_layers(layer_costs, place)[1], memory_limit)
-        for place in places
-    ]
+    m, k, models = num_microbatches, num_slices, []
+    for place in places:
+        costs, parts = cut_layers(layer_costs, place)[1], place.num_chunks * k
+        cap = max(parts, int(min(memory_limit, m) * parts))
+        bound = lower_bound(place, m, costs, cap=cap, num_slices=k)
+        models.append(PlacedModel(place, m, costs, cap, bound, k))
+    return models
 
 
 def _refuse_limit(models: Sequence[PlacedModel], memory_limit: float) -> None:
