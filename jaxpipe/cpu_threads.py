@@ -17,8 +17,7 @@ _VARIABLE = "PJRT_NPROC"
 def suffice() -> None:
     """Asks XLA for two threads per simulated device, by the variable ``PJRT_NPROC``.
 
-    XLA reads the variable once, when jax makes its CPU devices, so this does nothing later. A
-    larger number that the user has set stays. One device needs nothing.
+    XLA reads it once, when jax makes its CPU devices. A larger number that the user has set stays.
     """
     needed = 2 * _simulated_devices()
     if needed > 2:

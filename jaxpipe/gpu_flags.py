@@ -58,11 +58,7 @@ def apply(
 
 
 def expects_gpu(environment: MutableMapping[str, str] | None = None) -> bool:
-    """Whether jax has a CUDA plugin and may use it; asking jax itself would make the backends.
-
-    Args:
-      environment: variables; the process's own by default.
-    """
+    """Whether jax has a CUDA plugin and may use it; asking jax itself would make the backends."""
     platforms = (os.environ if environment is None else environment).get("JAX_PLATFORMS", "")
     allowed = not platforms or {"cuda", "gpu"} & set(platforms.split(","))
     plugins = importlib.metadata.entry_points(group="jax_plugins")

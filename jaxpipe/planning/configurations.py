@@ -42,11 +42,7 @@ class Configured(Protocol):
 
 
 def read(path: Path) -> Configured:
-    """Reads a configuration with the reader that is installed.
-
-    Raises:
-      ArgumentError: no reader is installed, or the file cannot be read.
-    """
+    """Reads a configuration with the reader that is installed."""
     points = entry_points(group=GROUP)
     reason = f"no installed package has an entry point of the group {GROUP}"
     for point in points:

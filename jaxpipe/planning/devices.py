@@ -276,15 +276,7 @@ def measured(kind: str, peaks: Peaks, *, memory_bytes: float | None, source: str
 
 
 def find(device: str) -> str | Device:
-    """Reads the device that a file holds; returns the text itself if it is no file's name.
-
-    Args:
-      device: a name, or the path of a .json file.
-
-    Raises:
-      ArgumentError: the file holds nothing of the kind.
-      OSError: it cannot be read.
-    """
+    """Reads the device that a file holds; returns the text itself if it is no file's name."""
     if not device.endswith(".json"):
         return device
     try:

@@ -137,9 +137,6 @@ def search(
       on_host: what lies on the host; None for what is best there.
       allowed: which plans may be taken; None for all.
       progress: told which share of the work is done, 0 to 1.
-
-    Raises:
-      ArgumentError: no plan exists, or none fits the memory.
     """
     excluded: Counter[str] = Counter()
     families = [

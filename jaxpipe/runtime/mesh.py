@@ -316,11 +316,7 @@ def leave_compilation_cache(mesh: Mesh) -> None:
 
     A CPU program that XLA loads from the cache has lost the order between the collectives inside a
     loop and those beside it. Its devices may then wait for each other forever
-    (docs/design/001-executor.md). This works whatever jax has compiled before; a line in the log
-    says so if a cache was configured.
-
-    Args:
-      mesh: of one device it needs no collectives, and the cache stays as it is; on GPUs, too.
+    (docs/design/001-executor.md). A line in the log says so if a cache was configured.
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return

@@ -427,7 +427,6 @@ def named_schedule(
     """The schedule that was meant, and what is wrong with the arguments that say so.
 
     Args:
-      mesh, axes: a mesh, and which of its axes is that of the stages.
       microbatches: m for a name; None for the default.
 
     Returns:

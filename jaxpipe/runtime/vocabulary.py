@@ -99,8 +99,7 @@ def cross_entropy(
         for equal ones. If they sum to 0, the loss is 0.
       label_smoothing: s, in [0, 1).
       soft_cap: c; logits z then become ``c tanh(z / c)``. None leaves them as they are.
-      axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
-        table.
+      axis: as of `lookup`.
       sequence_axis: as of `lookup`: x is then the device's own part of the sequence, and targets
         and weights are whole.
 

@@ -102,7 +102,6 @@ def parse_csv(text: str, *, name: str = "csv", source: str = "csv") -> Schedule:
     it being reported as missing.
 
     Args:
-      text: the CSV.
       name: name of the schedule.
       source: the name of the text in errors.
 

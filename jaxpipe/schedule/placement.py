@@ -35,7 +35,6 @@ class Placement:
 
     @cached_property
     def num_chunks(self) -> int:
-        """The chunks of a stage."""
         return len(self.stages) // self.num_stages
 
     @cached_property

@@ -193,14 +193,6 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
     """Counts the chunk activations that one stage keeps: (time, how many from then on).
 
     There is one more from the start of each F, one less from the end of the W or BW that frees it.
-
-    Args:
-      row: row of `Timeline.rows`.
-
-    Example:
-      >>> from jaxpipe.schedule.generators.breadth_first import gpipe
-      >>> in_flight(simulate(gpipe(1, 2, fused=True), Costs(1, 1, 1)).rows[0])
-      [(0.0, 1), (1.0, 2), (4.0, 1), (6.0, 0)]
     """
     steps: dict[float, int] = {}
     before, last = 0, 0.0

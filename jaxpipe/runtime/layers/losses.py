@@ -234,12 +234,7 @@ def check_loss(result: Tree, returned: str, *, weighted: bool) -> None:
 
 def check_metrics_of_layers(results: Collection[Tree], of_head: Tree) -> None:
     """Raises ValueError if layers that have losses differ in their metrics, or share names with the
-    head's.
-
-    Args:
-      results: shapes of the losses and metrics of all layers that have a loss.
-      of_head: shapes of what the head returns.
-    """
+    head's."""
     kinds = {jax.tree.structure(result): result for result in results}
     if len(kinds) > 1:
         raise ValueError(
@@ -275,9 +270,6 @@ def weight_of(
       head_loss: ``head_loss(outer, x, *context)``, which returns a weighted loss.
       outer, x, context: its arguments, or their shapes; the context is rows and key.
       wanted: numbers of the context's arrays whose gradients are wanted.
-
-    Raises:
-      ValueError: the weight depends on parameters or the activation, or on what is wanted.
     """
 
     def weight(outer: OuterParams, x: Activation, context: Tree) -> jax.Array:

@@ -73,10 +73,7 @@ attention, and recompute the rest; keep only the layer's input and recompute the
 
 
 def chosen_remat(remat: str, platform: str) -> str:
-    """The policy that a name stands for on a platform: "auto" is "dots" on GPUs, and else "none".
-
-    GPUs recompute what stands between weight matmuls in less time than they write it and read it.
-    """
+    """The policy that a name stands for on a platform: see `jaxpipe.Pipeline`."""
     if remat != "auto":
         return remat
     return "dots" if platform == "gpu" else "none"

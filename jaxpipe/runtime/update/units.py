@@ -53,9 +53,6 @@ class Units:
       inputs, results: variables that belong to no unit, of the arguments and of the result.
       rounds: how often units must give scalars before their results can be computed.
       mixes: says where units give scalars for the first time; None if no unit does.
-
-    Raises:
-      UnitsMeetError: a unit that needs the arrays of another.
     """
 
     def __init__(

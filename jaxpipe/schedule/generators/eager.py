@@ -191,7 +191,6 @@ def earliest(schedule: Schedule, costs: Costs) -> Schedule:
 
     Args:
       schedule: synchronous; its promised peaks in flight are kept.
-      costs: costs of one chunk.
     """
     timeline, results = simulate(schedule, costs), Results(schedule)
     rows = [_Row(cap) for cap in schedule.peak_in_flight or peak_in_flight(schedule)]

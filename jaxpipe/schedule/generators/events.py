@@ -184,9 +184,7 @@ def dispatch(
     """Runs the pipeline event by event and records what each stage does.
 
     Args:
-      costs: costs of every virtual stage.
       cap: the most chunks in flight on a stage, at least those of one microbatch.
-      fused: whether B and W of a microbatch are one action.
     """
     due = _due(placement, costs, rule, Kind.BW if fused else Kind.B)
     stages = [

@@ -61,7 +61,7 @@ def search_orders(
     seeds: Iterable[Schedule] = (),
     bound: float = 0.0,
 ) -> list[Schedule]:
-    """Finds orders that end early on the free-running clock, the same ones every time.
+    """Finds orders that end early on the free-running clock, the earliest first. Deterministic.
 
     Args:
       costs: costs of every virtual stage.
@@ -220,7 +220,6 @@ class _TabuSearch:
         return not (same_queue or raises or any(n == first for n, _ in self.inputs[second]))
 
     def _swap(self, first: int, second: int) -> None:
-        """Makes neighbors change places."""
         row, place = self.rows[self.stages[first]], self.places[first]
         row[place], row[place + 1] = second, first
         self.places[first], self.places[second] = place + 1, place
