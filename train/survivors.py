@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -296,13 +296,14 @@ class Survivor:
     def _decided(self, config: Config, hellos: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         members = self.membership.members
         steps = set.intersection(*(set(hello["copies"]) for hello in hellos.values()))
-        step = max(map(int, steps), default=None)
-        if step is None:
+        if not steps:
             raise CannotContinueError("not all of them have a copy of the same step")
-        copies = {n: hello["copies"][str(step)] for n, hello in hellos.items()}
-        listed = [copy for of_one in copies.values() for copy in of_one]
-        parts = [part for copy in listed for part in state_copies.parts_from_json(copy["parts"])]
-        if not state_copies.are_whole(parts, listed[0]["sizes"]):
+        # Of the newest step, what was lost may not have been sent yet.
+        for step in sorted(map(int, steps), reverse=True):
+            copies = {n: hello["copies"][str(step)] for n, hello in hellos.items()}
+            if _are_whole([copy for of_one in copies.values() for copy in of_one]):
+                break
+        else:
             raise CannotContinueError("parts of the state are in no copy")
         with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
@@ -426,6 +427,12 @@ def fitting(config: Config, left: int, count: int, coordinator: str) -> Config |
         if not checks.check(smaller, resume=True, writes=False, reads=False):
             return smaller
     return None
+
+
+def _are_whole(copies: Sequence[Mapping[str, Any]]) -> bool:
+    """Says whether copies, as JSON has them, hold all of the state."""
+    parts = [part for copy in copies for part in state_copies.parts_from_json(copy["parts"])]
+    return state_copies.are_whole(parts, copies[0]["sizes"])
 
 
 def joined(config: Config, group: Group | None) -> Survivor | None:

@@ -146,8 +146,9 @@ def test_the_largest_mesh_that_is_left(left, count, mesh, expected):
 
 
 @contextlib.contextmanager
-def _programs(steps_of, lost=()):
-    """The new programs of four processes, with copies of these steps; some are dead."""
+def _programs(steps_of, lost=(), unsent=()):
+    """The new programs of four processes, with copies of these steps; some are dead, and some
+    copies, by process and step, have not reached the partner."""
     sockets = [socket.socket() for _ in steps_of]
     for one in sockets:
         one.bind(("localhost", 0))
@@ -161,6 +162,8 @@ def _programs(steps_of, lost=()):
         own, kept = state_copies.new_pair(), state_copies.new_pair()
         for pair, owner in ((own, number), (kept, (number + 2) % 4)):
             for copy, step in zip(pair, steps_, strict=False):
+                if pair is kept and (owner, step) in unsent:
+                    continue
                 content = np.full(4, 10 * step + owner, np.uint8).tobytes()
                 os.write(copy.file, content)
                 copy.step, copy.data, copy.sizes = step, {"step": step}, [16]
@@ -204,9 +207,9 @@ def _regrouped(programs, delays=None):
 @pytest.mark.parametrize("lost", range(4))
 @pytest.mark.parametrize("late", [1, 2])
 def test_those_that_are_left_agree_whoever_comes_late(lost, late):
-    """On the newest step of which all have copies, and on who is lost."""
-    newest = [[4, 3], [4, 5], [5, 4], [3, 4]]
-    with _programs(newest, lost=[lost]) as programs:
+    """On the newest step of which all parts are left, and on who is lost."""
+    newest = [[4, 5], [4, 5], [5, 4], [5, 4]]
+    with _programs(newest, lost=[lost], unsent=[(lost, 5)]) as programs:
         results = _regrouped(programs, delays={late: 0.7})
     left = sorted(programs)
     for number, group in zip(left[:2], (results[n] for n in left[:2]), strict=True):
