@@ -57,7 +57,8 @@ def loss(
     def head(*args: Tree) -> Tree:
         return losses.addable(jax.tree.map(jnp.asarray, model.head_loss(*args)))
 
-    *found, last = _run(model, head, params, batch, rng, num_microbatches, data_shards, states)
+    split = {"num_microbatches": num_microbatches, "data_shards": data_shards}
+    *found, last = _run(model, head, params, batch, rng, **split, states=states)
     sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
     combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
@@ -112,6 +113,7 @@ def _run(
     params: Params,
     batch: Batch,
     rng: Key,
+    *,
     num_microbatches: int = 1,
     data_shards: int = 1,
     states: Sequence[States] | None = None,
