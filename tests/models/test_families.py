@@ -75,7 +75,7 @@ def test_parameters_logits_and_losses_are_float32(module, config, dtype):
     assert set(params) == {"embed", "layers", "head"}
     x = jax.eval_shape(lambda params: model.embed(params, batch, None), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(x)} == {jnp.dtype(dtype)}
-    tokens = jax.ShapeDtypeStruct((3, config.sequence_length), int)
+    tokens = jax.ShapeDtypeStruct((3, config.sequence_length), jnp.int32)
     inputs = {gpt: [tokens], bert: [{"tokens": tokens}], transformer: [tokens, tokens]}[module]
     logits = jax.eval_shape(functools.partial(module.logits, config), params, *inputs)
     assert logits.shape == (3, config.sequence_length, config.vocab_size)
