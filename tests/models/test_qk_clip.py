@@ -112,16 +112,19 @@ def test_a_step_is_that_of_one_device(config, optimizer, schedule, zero):
             "layers": tuple(jax.tree.map(lambda w, n=n: w[n], tree["layers"]) for n in count)
         }
 
-    (_, after), grads = jaxpipe.unpipelined.value_and_grad(
-        gpt.model(config), params, batch, num_microbatches=4, states=states
-    )
-    expected = gpt.max_logits(after)
+    @jax.jit
+    def step_of_one_device(params):
+        (_, after), grads = jaxpipe.unpipelined.value_and_grad(
+            gpt.model(config), params, batch, num_microbatches=4, states=states
+        )
+        expected, given = gpt.max_logits(after), by_layer(params)
+        updates, _ = optimizer.update(
+            by_layer(grads), optimizer.init(given), given, max_logits=expected
+        )
+        return optax.apply_updates(given, updates), expected
+
+    reference, expected = step_of_one_device(params)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), largest, expected)
-    given = by_layer(params)
-    updates, _ = optimizer.update(
-        by_layer(grads), optimizer.init(given), given, max_logits=expected
-    )
-    reference = optax.apply_updates(given, updates)
     found = by_layer(pipe.unplace(new))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), found, reference

@@ -435,7 +435,9 @@ def test_layers_may_be_in_a_list_or_stacked_in_a_named_tuple():
         placed = built.place(with_layers(given, params))
         loss, found = jax.jit(built.value_and_grad)(placed, batch)
         wanted = with_layers(as_given(expected[1]["layers"]), expected[1])
-        chex.assert_trees_all_close((loss, built.unplace(found)), (expected[0], wanted), rtol=1e-5)
+        # Sums that nearly cancel differ in the last bits of their terms, of up to .2.
+        close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-7)
+        close((loss, built.unplace(found)), (expected[0], wanted))
         chex.assert_trees_all_equal(built.unplace(placed), with_layers(given, params))
 
 
