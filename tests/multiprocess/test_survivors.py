@@ -24,8 +24,8 @@ from train.config import Config
 from train.errors import CannotContinueError
 from train.survivors import Membership, Survivor
 
-_COPY_EVERY = 3
-_LAST = 40
+_COPY_EVERY = 5
+_LAST = 60
 _OPTIONS = (
     *("--mesh.stage=2", "--mesh.data=2", "--train.keep=99", f"--train.steps={_LAST}"),
     *(f"--train.checkpoint-every={_COPY_EVERY}", f"--distributed.copy-every={_COPY_EVERY}"),
