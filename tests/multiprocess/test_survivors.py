@@ -32,7 +32,7 @@ _OPTIONS = (
 )
 
 
-def _kill_one(trainer, run, *, count, victim, at=10):
+def _kill_one(trainer, run, *, count, victim, at=20):
     """Kills a process of a run; returns how the others end, and the lines of the first."""
     with trainer.processes(count, "--run-dir", run, *_OPTIONS) as processes:
         until = time.monotonic() + limits.hang()
