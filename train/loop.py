@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxpipe import Checkpoints
 from jaxpipe.asynchronous import steady_text
-from jaxpipe.checkpoint import Fetch
+from jaxpipe.checkpoint import Fetch, Found
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from train import (
@@ -135,6 +135,15 @@ def find_start(
     return start
 
 
+def start_from_memory(group: Group, checkpoints: Checkpoints) -> Start | None:
+    """Starts from the copies of a group, and reads no checkpoint; None if one is newer."""
+    newest = distributed.from_first(lambda: max(checkpoints.steps, default=None))
+    if newest is not None and newest > group.step:
+        return None
+    checkpoints.found = Found(newest, ())  # these processes have written it themselves
+    return Start(group.step, from_memory=True)
+
+
 def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
     saved = [modes.after(step).saved_shapes for step in (0, config.train.steps)]
     needed = _CHECKPOINTS_AT_ONCE * max(
@@ -246,9 +255,9 @@ def _run(
         keep_every=config.train.keep_every,
         fetch=fetch,
     )
-    begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
-    if group is not None and group.step >= begin.step:
-        begin = Start(group.step, from_memory=True)
+    begin = None if group is None else start_from_memory(group, checkpoints)
+    if begin is None:
+        begin = find_start(setup, modes, checkpoints, resume=resume, data_sha256=digest)
     say(console, headline(setup))
     if group is not None:
         say(console, f"going on {group.without}")

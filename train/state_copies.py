@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass
 class Copy:
-    """What the devices of a process held of the state after a step.
+    """The parts of the state that a process's devices held after a step.
 
     Args:
       file: descriptor of the file in memory.

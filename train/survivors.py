@@ -45,7 +45,7 @@ Address = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """What a process knows of its group.
+    """A process's place in its group, and the group's addresses.
 
     Args:
       config: the configuration, with what `train.plan` has chosen.
@@ -99,6 +99,14 @@ class Survivor:
 
     # Copies.
 
+    @property
+    def _copies(self) -> list[Copy]:
+        return [*self.own, *self.kept]
+
+    def _read(self, file: int, offset: int, size: int) -> bytes:
+        (copy,) = (copy for copy in self._copies if copy.file == file)
+        return copy.read(offset, size)
+
     def take(self, step: int, state: PyTree, data: Callable[[], Any]) -> None:
         """Copies the state, and begins to send the copy to the partner.
 
@@ -147,7 +155,7 @@ class Survivor:
     def whole(self) -> dict[int, list[Copy]]:
         """Returns the copies that are whole, by step."""
         copies: dict[int, list[Copy]] = {}
-        for copy in (*self.own, *self.kept):
+        for copy in self._copies:
             if copy.step >= 0:
                 copies.setdefault(copy.step, []).append(copy)
         return copies
@@ -177,8 +185,7 @@ class Survivor:
             elif kind == "keep":
                 self._keep(call, asked)
             elif kind == "read":
-                (copy,) = (one for one in (*self.own, *self.kept) if one.file == asked["file"])
-                call.send_bytes(copy.read(asked["offset"], asked["size"]))
+                call.send_bytes(self._read(asked["file"], asked["offset"], asked["size"]))
             elif asked["generation"] != self.membership.generation:
                 call.send_bytes(json.dumps({"refused": "the others have gone on"}).encode())
             elif self._hellos is None:
@@ -208,7 +215,7 @@ class Survivor:
             json.dump(handover, text)
         os.environ[_HANDOVER] = str(file)
         stays = {0, 1, 2, file, self.socket.fileno()}
-        stays |= {copy.file for copy in (*self.own, *self.kept)}
+        stays |= {copy.file for copy in self._copies}
         # Sockets of XLA's would otherwise go on listening.
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -321,7 +328,7 @@ class Survivor:
             with contextlib.suppress(OSError, EOFError):
                 calls[0].recv_bytes()  # until the others have read its copies
             raise SystemExit(0)
-        for copy in (*self.own, *self.kept):
+        for copy in self._copies:
             if copy.step != step:
                 copy.step = -1
         sources = sorted(answer["copies"].items(), key=lambda item: int(item[0]) != own.number)
@@ -349,8 +356,7 @@ class Survivor:
 
         def read(part: Part) -> bytes:
             if number == own:
-                (copy,) = (one for one in (*self.own, *self.kept) if one.file == file)
-                return copy.read(part.offset, part.size)
+                return self._read(file, part.offset, part.size)
             where = {"file": file, "offset": part.offset, "size": part.size}
             with self._call(address, "read", **where) as call:
                 return call.recv_bytes()
@@ -360,7 +366,7 @@ class Survivor:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Those that are left, and what they go on with.
+    """The processes that are left, and the state with which they go on.
 
     Args:
       survivor: this process among them.

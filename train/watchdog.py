@@ -168,7 +168,7 @@ class Watchdog:
             self._missing = [] if alive else missing
             self._explain(missing, reason, alive)
         if self.leave is not None and not alive:
-            self.leave()
+            self.leave()  # does not return
         if self._own == 0:
             # Without process 0 the others would learn nothing more and take it for the missing one.
             time.sleep(_FAREWELL_SECONDS)

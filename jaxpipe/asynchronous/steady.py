@@ -269,17 +269,20 @@ class SteadyState:
         return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
 
     def forward_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
+        """The version that the forward of microbatch g reads."""
         minibatch = first + g // self.num_microbatches
         if self.method == "2bw":
             return _at_least(0, minibatch - 1)
         return self.newest(part, g + part.forward, first)
 
     def backward_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
+        """The version that the backward of microbatch g reads."""
         if self.method == "pipemare":
             return self.newest(part, g + part.backward, first)
         return self.forward_version(part, g, first)
 
     def recompute_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
+        """The version with which microbatch g is recomputed."""
         if self.method == "pipemare":
             return self.newest(part, g + part.recompute, first)
         return self.forward_version(part, g, first)

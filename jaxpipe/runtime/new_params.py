@@ -119,9 +119,20 @@ def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
       ValueError: a part unlike that of the parameters that the pipeline was built for.
 
     Example:
+      >>> from jaxpipe.runtime.layers.model import Model
+      >>> from jaxpipe.runtime.mesh import make_mesh
+      >>> model = Model(
+      ...     embed=lambda outer, batch, rng: batch["x"],
+      ...     layer=lambda w, x, batch, rng: x @ w,
+      ...     head_loss=lambda outer, x, batch, rng: x.mean(),
+      ... )
+      >>> shapes = jax.ShapeDtypeStruct((2, 3, 3), "float32")
+      >>> params, mesh = {"embed": {}, "layers": shapes, "head": {}}, make_mesh(stage=1)
+      >>> pipe = Pipeline(model, params, schedule="1f1b", mesh=mesh)
       >>> def read(name, n=None):
-      ...     return {} if n is None else np.load(f"layer-{n}.npy", mmap_mode="r")
-      >>> params = load_params(pipe, read)  # doctest: +SKIP
+      ...     return {} if n is None else np.full((3, 3), n, np.float32)
+      >>> load_params(pipe, read)["layers"][0, :, 0, 0].tolist()
+      [0.0, 1.0]
     """
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)

@@ -100,10 +100,14 @@ def outputs(
     params: Params,
     batch: Batch,
     rng: Key = None,
-    **others: Any,
+    *,
+    num_microbatches: int = 1,
+    data_shards: int = 1,
+    states: Sequence[States] | None = None,
 ) -> Tree:
     """Computes `Model.output` for a batch, in the order of its rows; arguments as of `loss`."""
-    found, *_ = _run(model, model.output, params, batch, rng, **others)
+    split = {"num_microbatches": num_microbatches, "data_shards": data_shards}
+    found, *_ = _run(model, model.output, params, batch, rng, **split, states=states)
     return jax.tree.map(lambda w: jnp.moveaxis(w, 1, 2).reshape(-1, *w.shape[3:]), found)
 
 
@@ -114,9 +118,9 @@ def _run(
     batch: Batch,
     rng: Key,
     *,
-    num_microbatches: int = 1,
-    data_shards: int = 1,
-    states: Sequence[States] | None = None,
+    num_microbatches: int,
+    data_shards: int,
+    states: Sequence[States] | None,
 ) -> tuple[Tree, _OfLayers, States]:
     """Runs all microbatches, with ``head`` after the last layer.
 

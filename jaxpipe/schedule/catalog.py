@@ -52,8 +52,11 @@ class Entry:
     """One schedule of the registry.
 
     Args:
+      name: what users call it by.
       generate: called as ``generate(num_stages, num_microbatches, **options)``. It reads the
         `OPTIONS` that are its keyword-only parameters.
+      summary: one line.
+      source: the paper.
       chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
       reordered: whether `build` orders it anew for the costs it is given.
     """

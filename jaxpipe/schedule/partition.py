@@ -33,6 +33,7 @@ def partition(layer_costs: Sequence[float], placement: Placement) -> tuple[int, 
     Args:
       layer_costs: F + B + W of every layer, in any one unit, above 0. ``[1] * num_layers`` for
         layers that are all alike.
+      placement: placement of the chunks.
 
     Returns:
       Layers of every virtual stage, at least 1 each. Deterministic; differences below a billionth

@@ -35,6 +35,7 @@ class Placement:
 
     @cached_property
     def num_chunks(self) -> int:
+        """The chunks of a stage."""
         return len(self.stages) // self.num_stages
 
     @cached_property

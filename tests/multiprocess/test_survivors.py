@@ -177,7 +177,7 @@ def _programs(steps_of, lost=(), unsent=()):
 
 
 def _regrouped(programs, delays=None):
-    """What `Survivor.regroup` returns or raises, by process."""
+    """Results or errors of `Survivor.regroup`, by process."""
     results = {}
 
     def run(number):

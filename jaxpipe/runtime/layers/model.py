@@ -121,6 +121,7 @@ class Model:
 
     @property
     def layers_are_alike(self) -> bool:
+        """Whether all layers have the same function."""
         return not isinstance(self.layer, tuple)
 
     def layer_function(self, number: int) -> Callable[..., Tree]:

@@ -29,10 +29,14 @@ class Block:
     """Start times of one microbatch's passes on every stage, in units of one pass.
 
     Args:
+      placement: placement of the model.
       starts: ``starts[d]`` is when stage ``d`` starts F of each of its chunks, in model order; then
         B of each, from the last chunk to the first; then W in the order of B. All stages are on one
         clock.
       fused: whether each W directly follows its B, as one action of two units.
+
+    Raises:
+      ValueError: a stage does not start F, B and W of each of its chunks once.
 
     Example:
       >>> from jaxpipe.schedule.placement import linear

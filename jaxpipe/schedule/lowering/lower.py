@@ -75,7 +75,8 @@ def lower(
       pieces: number of pieces in which a chunk moves under layers of other chunks, where there is
         one more slot; by default chunks move as a whole.
       shares: largest number of equal parts in which a piece may move, a power of two.
-      together: as of `TickTable`.
+      together: whether all stages compute embedding and head together, or those of the first and
+        the last virtual stage alone.
       overlaps: whether messages travel while layers run, as on GPUs. XLA for CPUs runs one after
         the other: there no message is late.
 
