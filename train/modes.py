@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import abc
 import math
+import re
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from jaxpipe import AsyncPipeline
 from train import configured
@@ -330,10 +332,12 @@ def device_bytes(shapes: PyTree) -> int:
 
 def _by_name(tree: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree by path, in the order of the tree."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+
+    def name(path) -> str:
+        # In checkpoints, states of layers have no part "layers", as before they were `Placed`.
+        return re.sub(r"^states\.layers\b", "states", keystr(path, simple=True, separator="."))
+
+    return {name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _is_key(leaf) -> bool:

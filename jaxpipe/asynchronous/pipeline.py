@@ -21,21 +21,12 @@ from jaxpipe.asynchronous.rows import steady_table
 from jaxpipe.asynchronous.run import AsyncState
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.asynchronous.updates import Rules
+from jaxpipe.runtime.layout.placed import Placed, other_orders
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.trees import mismatches, shapes_of
-from jaxpipe.runtime.types import (
-    Batch,
-    Index,
-    Key,
-    OptimizerState,
-    Placed,
-    Shapes,
-    Shardings,
-    States,
-    Tree,
-)
+from jaxpipe.runtime.types import Batch, Index, Key, OptimizerState, Shapes, Shardings, States, Tree
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.runtime.update.per_unit import with_stages
 from jaxpipe.schedule.actions import Kind
@@ -248,7 +239,8 @@ class AsyncPipeline:
         shapes = placed, self._rules.optimizer.placing.placed, batch, rng, self.pipe.placed_states
         at_rest = jax.eval_shape(self._at_rest, *shapes, 0)
         arrays = {name: value for name, value in state.items() if name not in ("flight", "steady")}
-        problems = mismatches("state", arrays, at_rest)
+        problems = list(other_orders("state", arrays, at_rest))
+        problems = problems or mismatches("state", arrays, at_rest)
         if (steady := state.get("steady") or self.steady) != self.steady:
             problems.append(f"state['steady'] is {steady}; expected {self.steady}.")
         if not problems:  # only then can the model be traced
@@ -274,7 +266,7 @@ class AsyncPipeline:
         copies, axis = self.steady.num_versions, 1 + self.pipe.layout.layers.slot_dim
         layers = jax.tree.map(lambda w: jnp.concatenate([w] * copies, axis), params["layers"])
         outer = jax.tree.map(lambda w: jnp.stack([w] * copies), outer_of(params))
-        return {"layers": layers, **outer}
+        return params | {"layers": layers, **outer}
 
     def params(self, state: AsyncState) -> Placed:
         """The newest placed parameters of every part; all of one version after `drain`."""
@@ -283,7 +275,8 @@ class AsyncPipeline:
     @cached_property
     def _newest_params(self) -> Callable[[AsyncState], Placed]:
         def newest(state: AsyncState) -> Placed:
-            return with_stages(run.newest_weights(self._setup, self._rules, state))
+            weights = run.newest_weights(self._setup, self._rules, state)
+            return Placed(with_stages(weights), self._layout.layers.order)
 
         out_specs = self._layout.specs(sharded=self.pipe.options.zero == 3)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))

@@ -21,6 +21,7 @@ from jaxpipe.runtime.barriers import run_if
 from jaxpipe.runtime.layers.jaxprs import read_leaves
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Carried, Fixed, Setup
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
@@ -147,7 +148,7 @@ def call(
     recent = own["recent"] | {"scale": own["flight"].get("scale")}
     losses, averaged = (
         own["flight"].get("layer_losses"),
-        jax.tree.map(lambda w: w[0], own["states"]),
+        executor.states_of_stage(own["states"]),
     )
     through = recent, _carried(rules, own), losses, averaged
     (recent, carried, losses, averaged), left = lax.scan(tick, through, jnp.arange(num_ticks))
@@ -162,12 +163,12 @@ def call(
         "delta": carried.weights.delta,
         "owned": rules.optimizer.flat(carried.finished.states),
         "rest": carried.finished.rest,
-        "states": jax.tree.map(lambda w: w[None], averaged),
+        "states": executor.states_of_stages(setup, averaged),
         "recent": recent,
         "clock": later,
         "flight": _in_flight(carried, losses, scale),
     }
-    return _behind(own), value
+    return _behind(setup, own), value
 
 
 def _average_states(
@@ -298,7 +299,9 @@ def _own(state: AsyncState) -> AsyncState:
     return state | own
 
 
-def _behind(own: AsyncState) -> AsyncState:
+def _behind(setup: Setup, own: AsyncState) -> AsyncState:
     """Undoes `_own`."""
     state = {name: with_stages(own[name]) if own[name] else {} for name in _BY_PART}
-    return own | state | {"flight": jax.tree.map(lambda w: w[None, None], own["flight"])}
+    weights = Placed(state["weights"], setup.layout.layers.order)
+    flight = jax.tree.map(lambda w: w[None, None], own["flight"])
+    return own | state | {"weights": weights, "flight": flight}

@@ -31,10 +31,11 @@ from jaxpipe.checkpoint import recovery
 from jaxpipe.checkpoint.processes import from_first
 from jaxpipe.checkpoint.recovery import DATA, RUN, STATE, DamagedError, Fetch, Found
 from jaxpipe.files import read_json
+from jaxpipe.runtime.layout.placed import Placed, orders
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import bare_shapes, leaf_mismatches
-from jaxpipe.runtime.types import OptimizerState, Placed, Shapes, States, Tree
+from jaxpipe.runtime.types import OptimizerState, Shapes, States, Tree
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
 _LOG = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ _BELONG_TO = {
 }
 _MOST_LINES = 5
 _EVAL_LOSS = "eval_loss"
+_ORDERS = "orders of placed trees"
+"""The entry of the saved data with the orders in which arrays that are not canonical lie."""
 LOSS_FILE = "metrics/metrics"
 """The file of a checkpoint with its held-out loss."""
 
@@ -353,17 +356,28 @@ class Checkpoints:
             )
         items = {
             STATE: ocp.args.StandardSave(arrays),
-            DATA: ocp.args.JsonSave(dict(data)),
+            DATA: ocp.args.JsonSave({**data, _ORDERS: _orders(arrays)}),
             RUN: ocp.args.JsonSave(dict(run or {})),
         }
         metrics = {_EVAL_LOSS: math.inf if loss is None else loss}
         manager.save(self._writing, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore_arrays(self, step: int, shapes: Shapes) -> tuple[Tree, dict[str, Any]]:
-        """Reads the arrays of a step, given their shapes with shardings, and its data."""
+        """Reads the arrays of a step, given their shapes with shardings, and its data.
+
+        Raises:
+          ValueError: placed trees of a pipeline that orders its layers otherwise.
+        """
         items = {STATE: ocp.args.StandardRestore(shapes), DATA: ocp.args.JsonRestore()}
         restored = _restore(self._folder / str(step), **items)
-        return restored[STATE], restored[DATA]
+        data = restored[DATA]
+        if data.pop(_ORDERS, expected := _orders(shapes)) != expected:
+            raise ValueError(
+                f"The checkpoint of step={step} in folder={str(self._folder)!r} holds placed trees "
+                "of a pipeline that orders its layers otherwise. Restore them with the shapes of "
+                "that pipeline and `unplace` them; what `save` saves fits any."
+            )
+        return restored[STATE], data
 
     def restore_parts(self, step: int, shapes: Shapes) -> Tree:
         """Reads some of the arrays, such as parameters without the optimizer's state, given their
@@ -453,6 +467,10 @@ def _require_json(argument: str, fields: Mapping[str, Any]) -> None:
                 "float(x) or int(x), small arrays as x.tolist(), a random key as "
                 "jax.random.key_data(key).tolist(); `save_arrays` saves trees of large arrays."
             ) from error
+
+
+def _orders(arrays: Tree) -> dict[str, str]:
+    return {path: str(order) for path, order in orders(arrays).items()}
 
 
 def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from jaxpipe.runtime import checks, filters
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.leaf import most_shares
 from jaxpipe.runtime.layout.moving import LayersOnMesh
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.layout.whole_model import WithFrozen, layer_layout, layer_rows, make_layouts
@@ -23,7 +24,7 @@ from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.trees import elsewhere, shapes_of
-from jaxpipe.runtime.types import Batch, Key, Params, Placed, States, Tree
+from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.lowering.lower import forward_only, lower

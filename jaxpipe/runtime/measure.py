@@ -22,12 +22,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.runtime.layers import jaxprs, losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.trees import bare_shapes, combine
-from jaxpipe.runtime.types import Activation, Batch, Key, Placed, Shapes, States, Tree
+from jaxpipe.runtime.types import Activation, Batch, Key, Shapes, States, Tree
 from jaxpipe.runtime.update.training_step import Applied
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.breadth_first import breadth_first

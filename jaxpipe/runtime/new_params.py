@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layout.alike import Unrolled
 from jaxpipe.runtime.layout.leaf import AxisSplit, Leaf
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import is_sequence, mismatches, select
-from jaxpipe.runtime.types import Arrays, At, LayerParams, Params, Placed, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, LayerParams, Params, Shapes, Stored, Tree
 from jaxpipe.schedule.problems import refuse
 
 ReadPart: TypeAlias = Callable[..., Tree]
@@ -161,7 +162,8 @@ def _fill(layout: Layout, placed: Shapes, read: ReadPart, *, sharded: bool) -> P
         name: jax.tree.map(_part, select(read(name), leaves), placed[name])
         for name, leaves in layout.outer.items()
     }
-    return {"layers": _Layers(layout, placed["layers"], sharded=sharded).load(read), **filled}
+    layers = _Layers(layout, placed["layers"], sharded=sharded).load(read)
+    return Placed({"layers": layers, **filled}, placed.order)
 
 
 class _Layers:
@@ -178,7 +180,7 @@ class _Layers:
             if device.process_index == jax.process_index():
                 self._devices.append((device, at[axes.stage], at))
 
-    def load(self, read: ReadPart) -> Placed:
+    def load(self, read: ReadPart) -> Arrays:
         if not jax.tree.leaves(self._placed):
             return self._placed
         own = [self._zeros(device) for device, _, _ in self._devices]

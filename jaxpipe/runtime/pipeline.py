@@ -16,6 +16,7 @@ from jaxpipe.runtime.assembly import NO_STATES, Assembly, refusing_derivatives
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import FROZEN, trained_part
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
@@ -26,7 +27,6 @@ from jaxpipe.runtime.types import (
     Key,
     OptimizerState,
     Params,
-    Placed,
     Shapes,
     States,
     Tree,
@@ -64,8 +64,10 @@ class Pipeline(Assembly):
 
     Parameters are *canonical* for the user (``{"embed", "layers", "head"}`` and, where layers share
     some, "shared"; layers in model order, stacked if they are alike, a tuple or list if not) and
-    *placed* on the devices; `place` and `unplace` convert. `init` and `update` run an optimizer on
-    placed parameters and keep its state sharded as ZeRO says. All can be called in `jax.jit`.
+    *placed* on the devices; `place` and `unplace` convert. A placed tree carries the order of its
+    layers, and a pipeline refuses trees that one with another order has placed. `init` and `update`
+    run an optimizer on placed parameters and keep its state sharded as ZeRO says. All can be called
+    in `jax.jit`.
 
     Args:
       model: pure functions.
@@ -201,7 +203,11 @@ class Pipeline(Assembly):
         return NamedSharding(self.mesh, P(self.axes.data))
 
     def place(self, params: Params) -> Placed:
-        """Canonical parameters to placed, sharded ones.
+        """Places canonical parameters on the devices, sharded as ZeRO says.
+
+        Returns:
+          A mapping like ``params``, in which stages hold their layers; ``placed | {"head": head}``
+          replaces a part of it.
 
         Raises:
           ValueError: parameters unlike those that the pipeline was built for, in structure, shape

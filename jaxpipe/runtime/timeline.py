@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxpipe.runtime import checks
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.stamps import Stamp, Stamps
-from jaxpipe.runtime.types import Batch, Key, Placed, States
+from jaxpipe.runtime.types import Batch, Key, States
 from jaxpipe.schedule.actions import Action, Kind, split_backwards
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.problems import Problem, refuse

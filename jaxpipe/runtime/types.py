@@ -11,8 +11,6 @@ Tree: TypeAlias = Any
 """Any tree of arrays, or of their shapes."""
 Params: TypeAlias = Any
 """Canonical parameters ``{"embed", "layers", "head"}``, with the layers in model order."""
-Placed: TypeAlias = Any
-"""Parameters, or what is shaped like them, as they lie on the devices."""
 OuterParams: TypeAlias = dict[str, Any]
 """The parameters of embedding and head, ``{"embed", "head"}``."""
 LayerParams: TypeAlias = Any

@@ -284,7 +284,7 @@ def test_a_checkpoint_from_before_states_had_a_value_for_every_data_shard(tmp_pa
         restored, _ = checkpoint.restore(checkpoints, 3, mode.saved_shapes)
     carried = mode.from_saved(restored, 3)
     assert jax.tree.map(jnp.shape, mode.to_saved(carried)) == jax.tree.map(jnp.shape, saved)
-    for name, leaf in carried["states"].items():
+    for name, leaf in carried["states"]["layers"].items():
         np.testing.assert_array_equal(leaf, saved[f"states.{name}"] + 1)
         for shard in carried["flight"]["states"][name]:
             np.testing.assert_array_equal(shard, leaf)

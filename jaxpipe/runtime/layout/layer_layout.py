@@ -10,6 +10,7 @@ over layers, or one loop per row that runs once or never.
 import abc
 import copy
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import ClassVar, Self, TypeAlias
 
 import jax
@@ -22,7 +23,8 @@ from jax.typing import DTypeLike
 from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3, rounded_to
-from jaxpipe.runtime.layout.leaf import Cut, DevicePart, Leaf, Share
+from jaxpipe.runtime.layout.leaf import AxisSplit, Cut, DevicePart, Leaf, Share
+from jaxpipe.runtime.layout.placed import Order
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import widened
@@ -119,10 +121,21 @@ class LayerLayout(Piece, abc.ABC):
         """Shapes of arrays with room for the gradient sums of ``count`` whole chunks."""
         return jax.eval_shape(widened, self.slot_shapes(count))
 
+    @cached_property
+    def order(self) -> Order:
+        """The order in which stages hold the layers."""
+        return Order.of_rows(self.rows, self.canonical, self._moves)
+
+    @staticmethod
+    def _moves(split: AxisSplit) -> bool:
+        """Whether the number of devices along a split changes where elements of an array lie."""
+        return bool(split.joined)
+
     @property
     def local(self) -> Self:
         """The layout of a device's parts of arrays that model axes split."""
         own = copy.copy(self)
+        own.order = self.order  # that of the whole arrays
         for name in ("canonical", "placed", "piece"):
             setattr(own, name, jax.tree.map(lambda leaf: leaf.local, getattr(self, name)))
         return own

@@ -11,6 +11,7 @@ parts of each array that is joined in it.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,17 @@ from jaxpipe.runtime.barriers import Carry, run_if, tie
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Cut, Leaf, MeshLayout, communicate
 from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Placed, Stored, Tree
+from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Stored, Tree
 
 
 @dataclasses.dataclass(frozen=True)
 class LayersOnMesh(MeshLayout):
     """The layout of layers on a mesh, which moves them between canonical and placed arrays.
 
-    A placed array has shape ``[stages, ...]``, with a stage's part as a `LayerLayout` describes it.
+    A placed tree has the layers alone. Its arrays have shape ``[stages, ...]``, with a stage's part
+    as a `LayerLayout` describes it.
     """
 
     layers: LayerLayout
@@ -43,7 +46,11 @@ class LayersOnMesh(MeshLayout):
 
     @property
     def placed(self) -> Leaves:
-        return jax.tree.map(lambda leaf: leaf.stacked(self.num_stages), self.layers.placed)
+        return self._of_stages(lambda leaf: leaf.stacked(self.num_stages), self.layers.placed)
+
+    def _of_stages(self, add_stages: Callable[[Any], Any], layers: Tree) -> Placed:
+        """The placed tree of a stage's layers, whose arrays get a dimension of stages."""
+        return Placed({"layers": jax.tree.map(add_stages, layers)}, self.layers.order)
 
     def place(self, tree: Params) -> Placed:
         """Places layers, split over data."""
@@ -56,7 +63,7 @@ class LayersOnMesh(MeshLayout):
         body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
 
         def own(canonical: Params) -> Placed:
-            return jax.tree.map(lambda w: w[None], body(canonical))
+            return self._of_stages(lambda w: w[None], body(canonical))
 
         return self._shard_map(own, self.canonical_specs(), self.specs(sharded=True))(canonical)
 
@@ -64,7 +71,7 @@ class LayersOnMesh(MeshLayout):
         body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
 
         def own(placed: Placed) -> Params:
-            return body(jax.tree.map(lambda w: w[0], placed))
+            return body(jax.tree.map(lambda w: w[0], placed["layers"]))
 
         return self._shard_map(own, self.specs(sharded=True), self.canonical_specs())(placed)
 

@@ -79,6 +79,10 @@ class Packed(LayerLayout):
         self.placed = self._leaves(total)
 
     @staticmethod
+    def _moves(split: AxisSplit) -> bool:
+        return True
+
+    @staticmethod
     def group_of(leaf: Leaf) -> str:
         return " ".join((str(leaf.dtype), *leaf.apart))
 

@@ -11,8 +11,16 @@ from jax.sharding import Sharding
 
 from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.layout.leaf import MeshLayout
+from jaxpipe.runtime.layout.placed import Placed, other_orders
 from jaxpipe.runtime.mesh import explicit_context
-from jaxpipe.runtime.trees import deleted, is_sequence, mismatches, shapes_of, strongly_typed
+from jaxpipe.runtime.trees import (
+    deleted,
+    is_sequence,
+    leaf_mismatches,
+    mismatches,
+    shapes_of,
+    strongly_typed,
+)
 from jaxpipe.runtime.types import Shapes, Shardings, Tree
 from jaxpipe.schedule.problems import refuse
 
@@ -114,15 +122,28 @@ class Placing:
 
     def problems(self, name: str, tree: Tree, *, dtypes: bool = True) -> list[str]:
         """Lists what is wrong with a placed tree, or with the place where it is used."""
-        method = METHODS[self._name]
         lines = mismatches(name, tree, self.placed, dtypes=dtypes)
-        if lines and not mismatches(name, tree, self.canonical, dtypes=False):
-            lines = [f"{name} is in canonical order, not placed; call `{method}` first."]
-        elif lines:
-            is_cast = not mismatches(name, tree, self.placed, dtypes=False)
-            must = f"{name} must be as `{method}` returns it."
-            lines.append(f"Cast {name} to these dtypes." if is_cast else must)
+        if lines:
+            lines = self._explained(name, tree, lines)
         return [*explicit_context(), *deleted(**{name: tree}), *lines]
+
+    def _explained(self, name: str, tree: Tree, lines: list[str]) -> list[str]:
+        """Says what to do about mismatches of a placed tree, if need be in place of them."""
+        method = METHODS[self._name]
+        if not mismatches(name, tree, self.canonical, dtypes=False):
+            return [f"{name} is in canonical order, not placed; call `{method}` first."]
+        if orders := list(other_orders(name, tree, self.placed)):
+            undo = method.replace("pipe", "other", 1).replace("place", "unplace")
+            how = f"`{method}({undo}({name}))`"
+            return [*orders, f"Give it to the pipeline that placed it, or move it: {how}."]
+        if isinstance(self.placed, Placed) and isinstance(tree, dict):
+            lines = list(leaf_mismatches(name, tree, self.placed)) or [
+                f"{name} is a dict, which does not tell the order of its layers. Replace parts of "
+                f"a placed tree by `{name} | {{...}}`, and save and restore canonical trees."
+            ]
+        is_cast = not mismatches(name, tree, self.placed, dtypes=False)
+        must = f"{name} must be as `{method}` returns it."
+        return [*lines, f"Cast {name} to these dtypes." if is_cast else must]
 
     def canonical_problems(self, name: str, tree: Tree) -> list[str]:
         tree = _contained_alike(tree, self.canonical)

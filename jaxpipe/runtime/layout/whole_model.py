@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -24,10 +24,11 @@ from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout
 from jaxpipe.runtime.layout.moving import LayersOnMesh
 from jaxpipe.runtime.layout.packed import Packed
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.splits import Splits, read_splits
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import combine, form_of, is_sequence, select
-from jaxpipe.runtime.types import Leaves, OuterParams, Params, Path, Placed, Shapes, Tree, Unit
+from jaxpipe.runtime.types import Leaves, OuterParams, Params, Path, Shapes, Tree, Unit
 from jaxpipe.schedule.placement import Placement
 
 LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
@@ -45,17 +46,18 @@ FROZEN = "frozen"
 """The entry of placed parameters with those that are not trained, if there are any."""
 
 
-def outer_of(params: Params) -> OuterParams:
+def outer_of(params: Mapping[str, Tree]) -> OuterParams:
     """Takes the part of a tree that belongs to no one layer: embedding, head, shared parameters."""
     return {name: tree for name, tree in params.items() if name not in ("layers", FROZEN)}
 
 
 def trained_part(placed: Placed) -> Placed:
     """Leaves out the placed parameters that are not trained."""
-    return {name: tree for name, tree in placed.items() if name != FROZEN}
+    trained = {name: tree for name, tree in placed.items() if name != FROZEN}
+    return Placed(trained, placed.order)
 
 
-def frozen_part(placed: Placed) -> Placed:
+def frozen_part(placed: Placed) -> dict[str, Placed]:
     """Undoes `trained_part`, with `|`."""
     return {FROZEN: placed[FROZEN]} if FROZEN in placed else {}
 
@@ -84,7 +86,7 @@ class Layout(MeshLayout):
     @property
     def placed(self) -> Leaves:
         outer = jax.tree.map(lambda leaf: leaf.padded(self.num_stages), self.outer)
-        return {"layers": self._layers_on_mesh.placed, **outer}
+        return self._layers_on_mesh.placed | outer
 
     @property
     def _layers_on_mesh(self) -> LayersOnMesh:
@@ -99,14 +101,15 @@ class Layout(MeshLayout):
             padded = leaf.padded(self.num_stages).shape
             return jnp.pad(w, [(0, after - n) for n, after in zip(w.shape, padded, strict=True)])
 
-        layers = self._layers_on_mesh.place(tree["layers"])
-        return {"layers": layers, **jax.tree.map(pad, outer_of(tree), self.outer)}
+        outer = jax.tree.map(pad, outer_of(tree), self.outer)
+        return self._layers_on_mesh.place(tree["layers"]) | outer
 
     def unplace(self, tree: Placed) -> Params:
         outer = jax.tree.map(
             lambda w, leaf: w[tuple(map(slice, leaf.shape))], outer_of(tree), self.outer
         )
-        return {"layers": self._layers_on_mesh.unplace(tree["layers"]), **outer}
+        layers = Placed({"layers": tree["layers"]}, tree.order)
+        return {"layers": self._layers_on_mesh.unplace(layers), **outer}
 
     @property
     def whole_outer(self) -> Layout:
@@ -134,11 +137,11 @@ class WithFrozen(MeshLayout):
 
     @property
     def placed(self) -> Leaves:
-        return {**self.trained.placed, FROZEN: self.frozen.placed}
+        return self.trained.placed | {FROZEN: self.frozen.placed}
 
     def place(self, tree: Params) -> Placed:
         trained, frozen = (select(tree, part.canonical) for part in (self.trained, self.frozen))
-        return {**self.trained.place(trained), FROZEN: self.frozen.place(frozen)}
+        return self.trained.place(trained) | {FROZEN: self.frozen.place(frozen)}
 
     def unplace(self, tree: Placed) -> Params:
         trained = self.trained.unplace(trained_part(tree))

@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import average
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import outer_phases
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Carried, Fixed, GradientSink, Setup
@@ -35,7 +36,7 @@ from jaxpipe.runtime.tick.microbatches import (
 from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
-from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Placed, Shapes, States, Tree
+from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, TickTable, Transfer
 
@@ -139,9 +140,21 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         finished=None if sink is None else sink.finished(found),
         collected=fixed.collector.empty(),
         layer_losses=jax.tree.map(jnp.zeros_like, fixed.layer_losses),
-        states=jax.tree.map(lambda w: w[0], states),
+        states=states_of_stage(states),
         input_gradients=[],
     )
+
+
+def states_of_stage(placed: Placed | None) -> States:
+    """A device's part of placed states, without the dimension of stages."""
+    return None if placed is None else jax.tree.map(lambda w: w[0], placed["layers"])
+
+
+def states_of_stages(setup: Setup, states: States) -> Placed | None:
+    """Undoes `states_of_stage`."""
+    if setup.states is None:
+        return None
+    return Placed({"layers": jax.tree.map(lambda w: w[None], states)}, setup.states.order)
 
 
 def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
@@ -178,7 +191,7 @@ def run_ticks(
         # A sum of booleans has integers.
         collected = jax.tree.map(lambda w: lax.psum(w, fixed.axes.stage).astype(w.dtype), collected)
     value = fixed.collector.result(collected, carried.layer_losses)
-    return value, carried, jax.tree.map(lambda w: w[None], average(carried.states, fixed.axes))
+    return value, carried, states_of_stages(fixed.setup, average(carried.states, fixed.axes))
 
 
 def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:

@@ -9,6 +9,7 @@ from jax import lax
 from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
 from jaxpipe.runtime.layout.leaf import Share, share_of
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.fixed import (
     Carried,
@@ -153,7 +154,7 @@ class Summed(GradientSink):
         """The finished gradients of this device, shaped like its placed parameters."""
         layers = carried.gradients if self._in_place else carried.finished
         layers = jax.tree.map(lambda w: w[None], rounded(layers, fixed.params.placed))
-        return {"layers": layers} | reduced_outer(fixed, carried)
+        return Placed({"layers": layers, **reduced_outer(fixed, carried)}, fixed.params.order)
 
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:

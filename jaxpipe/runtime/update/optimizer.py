@@ -13,18 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe.runtime import host
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import Layout, TreeLayout, layer_by_layer
 from jaxpipe.runtime.trees import mismatches, strongly_typed
-from jaxpipe.runtime.types import (
-    Gradients,
-    OptimizerState,
-    Params,
-    Placed,
-    Shapes,
-    Shardings,
-    Tree,
-)
+from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Shapes, Shardings, Tree
 from jaxpipe.runtime.update.per_unit import PerUnit, with_stages, without_stages
 from jaxpipe.runtime.update.units import UnitsMeetError
 from jaxpipe.schedule.problems import refuse

@@ -8,7 +8,7 @@ given whole arrays, which are gathered where it first needs them.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from jaxpipe.runtime.layers.jaxprs import Atom, Env, Eqn, Eqns
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
 from jaxpipe.runtime.layout.layer_layout import Piece
 from jaxpipe.runtime.layout.leaf import Cut, DevicePart, communicate
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import Layout, TreeLayout, outer_of
-from jaxpipe.runtime.types import Arrays, At, Index, Placed, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, Index, Shapes, Stored, Tree
 from jaxpipe.runtime.update.units import Slice, Units
 
 
@@ -273,7 +274,14 @@ class PerUnit:
         device = lax.axis_index(self._axes.names)
         components = [c | after(layers, outer_of(c), device) for c in components]
         new = self.with_outer(layers, components, env)
-        return list(map(with_stages, new)), self.rest(env)
+        return self.on_stages(new), self.rest(env)
+
+    def on_stages(self, results: Sequence[Tree]) -> list[Placed]:
+        """The result's components as they are placed, from a device's parts."""
+        return [
+            Placed(with_stages(result), layers.order)
+            for result, layers in zip(results, self._layer_layouts[1:], strict=True)
+        ]
 
     def _exchange_scalars(self, number: int, components: Sequence[Tree], env: Env) -> Env:
         """The scalars that units give to all others in a round."""
@@ -317,13 +325,13 @@ class PerUnit:
         return run_if(index >= 0, run, scalars)
 
 
-def without_stages(placed: Placed) -> Tree:
+def without_stages(placed: Mapping[str, Tree]) -> dict[str, Tree]:
     """A device's part of a placed tree, without the dimension of stages."""
     return {"layers": jax.tree.map(lambda w: w[0], placed["layers"]), **outer_of(placed)}
 
 
-def with_stages(component: Tree) -> Placed:
-    """Undoes `without_stages`."""
+def with_stages(component: Tree) -> dict[str, Tree]:
+    """Undoes `without_stages`, but for the order of layers."""
     layers = jax.tree.map(lambda w: w[None], component["layers"])
     return {"layers": layers, **outer_of(component)}
 

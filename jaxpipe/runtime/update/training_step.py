@@ -21,6 +21,7 @@ from jaxpipe.runtime.assembly import Assembly
 from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.layers.losses import with_aux
 from jaxpipe.runtime.layout.data_axis import reduce_gradients
+from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import frozen_part, outer_of, trained_part
 from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink
@@ -35,14 +36,13 @@ from jaxpipe.runtime.types import (
     Key,
     OptimizerState,
     OuterParams,
-    Placed,
     Shapes,
     States,
     Stored,
     Tree,
 )
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
-from jaxpipe.runtime.update.per_unit import with_stages, without_stages
+from jaxpipe.runtime.update.per_unit import without_stages
 from jaxpipe.schedule.lowering.table import NONE, Transfer
 from jaxpipe.schedule.problems import Problem, refuse
 
@@ -61,7 +61,8 @@ def update(
         refuse(checks.not_arrays("extra", extra))
         shapes = shapes_of(extra)
         placed = PlacedOptimizer(optimizer, pipe.layout, zero=pipe.options.zero, extra=shapes)
-    grads = trained_part(grads)  # those of `jax.grad` are 0 for what is not trained
+    if isinstance(grads, Placed):  # those of `jax.grad` are 0 for what is not trained
+        grads = trained_part(grads)
     problems = pipe.trained_placing.problems("grads", grads)
     problems += placed.placing.problems("state", state)
     refuse([*problems, *pipe.params_placing.problems("params", params)])
@@ -152,8 +153,8 @@ class Applied(GradientSink):
         shared = step.share(updating.rest)
         given = [reduced_outer(fixed, carried), updating.outer, *updating.others]
         layers = [carried.weights.layers[0], *updating.layers]
-        new = list(map(with_stages, step.with_outer(layers, given, shared)))
-        return new[0], self._optimizer.state.join(new[1:], step.rest(shared))
+        new, *components = step.on_stages(step.with_outer(layers, given, shared))
+        return new, self._optimizer.state.join(components, step.rest(shared))
 
 
 TrainingStep: TypeAlias = Callable[
