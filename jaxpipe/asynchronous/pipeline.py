@@ -23,6 +23,7 @@ from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.asynchronous.updates import Rules
 from jaxpipe.runtime.layout.placed import Placed, other_orders
 from jaxpipe.runtime.layout.whole_model import SHARED, outer_of
+from jaxpipe.runtime.mesh import unusable_context
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.trees import mismatches, shapes_of
@@ -234,6 +235,7 @@ class AsyncPipeline:
 
         It may lack "steady", if a checkpoint held only arrays.
         """
+        refuse(list(unusable_context()))
         batch, rng = _entering(state, self.steady.num_microbatches)
         placed = self.pipe.layout.placed_shapes()
         shapes = placed, self._rules.optimizer.placing.placed, batch, rng, self.pipe.placed_states

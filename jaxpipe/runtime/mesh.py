@@ -291,12 +291,19 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def explicit_context() -> Iterator[str]:
-    """Why nothing can run here: inside `jax.set_mesh` of explicit axes."""
+def unusable_context() -> Iterator[str]:
+    """Why nothing can run here: inside `jax.set_mesh` of explicit axes, or `jax.disable_jit`."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         yield (
             "jax.set_mesh has set a mesh of explicit axes, where every operation must say the "
             "sharding of its result; a pipeline's do not. Set `pipe.mesh`, or no mesh."
+        )
+    config: Any = jax.config  # its stubs name no settings
+    if config.jax_disable_jit:
+        yield (
+            "jax.disable_jit is set, and a pipeline is one compiled program: operation by "
+            "operation, on all devices, it would hardly end. To look into a model that way, run "
+            "`jaxpipe.unpipelined.loss(model, params, batch)`, the same loss without a pipeline."
         )
 
 

@@ -15,6 +15,7 @@ from jaxpipe.runtime.layout.alike import Unrolled
 from jaxpipe.runtime.layout.leaf import AxisSplit, Leaf
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import FROZEN, Layout, trained_part
+from jaxpipe.runtime.mesh import unusable_context
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import is_sequence, mismatches, select
 from jaxpipe.runtime.types import Arrays, At, LayerParams, Params, Shapes, Stored, Tree
@@ -135,6 +136,7 @@ def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
       >>> load_params(pipe, read)["layers"][0, :, 0, 0].tolist()
       [0.0, 1.0]
     """
+    refuse(list(unusable_context()))
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)
     params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.options.zero == 3)

@@ -390,6 +390,30 @@ def test_training_steps_compare_parameters_and_optimizer_state():
         assert refusal(step, PLACED, ADAM.init(START), batch) == f"{name} {CANONICAL}; {placing}"
 
 
+def test_without_jit_nothing_runs_and_the_loss_without_a_pipeline_does():
+    """At every door; what is traced before is as good as a real state."""
+    training, whole = jaxpipe.AsyncPipeline(pipe(), SGD), toys.named("ends", 4)
+    state, batch = pipe().optimizer_placing(SGD).placed, toy.batch(4)
+    flying = jax.eval_shape(training.init, PLACED, state, batch)
+    doors = [
+        (pipe().place, START), (pipe().unplace, PLACED), (pipe().init, SGD, PLACED),
+        (pipe().loss, PLACED, batch), (pipe().outputs, PLACED, batch),
+        (pipe().value_and_grad, PLACED, batch), (jax.grad(pipe().loss), PLACED, batch),
+        (pipe().train_step(SGD), PLACED, state, batch),
+        (pipe().update, SGD, PLACED, state, PLACED),
+        (pipe().params_placing.to_host, PLACED), (states().place_states, STATES),
+        (training.init, PLACED, state, batch), (training.step, flying, batch),
+        (training.drain, flying), (training.finish, flying),
+        (jaxpipe.init_params, pipe(), lambda key: START, jax.random.key(0)),
+        (jaxpipe.load_params, pipe(), lambda *part: {}),
+    ]  # fmt: skip
+    with jax.disable_jit():
+        for call, *arguments in doors:
+            assert refusal(call, *arguments).startswith("jax.disable_jit is set, and ")
+        alone = jaxpipe.unpipelined.loss(whole.model, START, batch)
+    np.testing.assert_allclose(alone, whole.reference(START, batch), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("batch", "message"), BATCHES)
 def test_batches_that_do_not_divide_are_refused(batch, message):
     assert refusal(pipe().value_and_grad, PLACED, batch) == message

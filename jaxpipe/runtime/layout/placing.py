@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.layout.leaf import MeshLayout
 from jaxpipe.runtime.layout.placed import Placed, other_orders
-from jaxpipe.runtime.mesh import explicit_context
+from jaxpipe.runtime.mesh import unusable_context
 from jaxpipe.runtime.trees import (
     deleted,
     is_sequence,
@@ -86,7 +86,7 @@ class Placing:
 
     def place(self, tree: Tree) -> Tree:
         """Places a canonical tree."""
-        refuse([*explicit_context(), *self.canonical_problems(self._name, tree)])
+        refuse(self.canonical_problems(self._name, tree))
         return self._place(_spread(tree, self.canonical_shardings))
 
     def unplace(self, tree: Tree, *, dtypes: bool = True) -> Tree:
@@ -125,7 +125,7 @@ class Placing:
         lines = mismatches(name, tree, self.placed, dtypes=dtypes)
         if lines:
             lines = self._explained(name, tree, lines)
-        return [*explicit_context(), *deleted(**{name: tree}), *lines]
+        return [*unusable_context(), *deleted(**{name: tree}), *lines]
 
     def _explained(self, name: str, tree: Tree, lines: list[str]) -> list[str]:
         """Says what to do about mismatches of a placed tree, if need be in place of them."""
@@ -146,6 +146,10 @@ class Placing:
         return [*lines, f"Cast {name} to these dtypes." if is_cast else must]
 
     def canonical_problems(self, name: str, tree: Tree) -> list[str]:
+        """Lists what is wrong with a canonical tree, or with the place where it is used."""
+        return [*unusable_context(), *self._other_than_canonical(name, tree)]
+
+    def _other_than_canonical(self, name: str, tree: Tree) -> list[str]:
         tree = _contained_alike(tree, self.canonical)
         lines = mismatches(name, tree, self.canonical)
         if not lines:
