@@ -49,7 +49,7 @@ class Recent:
     Args:
       rows: their rows, leaves ``[slots, ...]``.
       rng: their steps' keys, ``[slots]``, or None.
-      scale: the scale of their losses, float32 ``[slots]``, or None if these are not weighted.
+      scale: the scale of their losses ``[slots]``, or None if these are not weighted.
     """
 
     rows: Batch
@@ -79,7 +79,9 @@ def empty_flight(setup: Setup, rules: Rules, state: AsyncState) -> dict[str, Tre
     carried = executor.start(fixed, _held(own), sums | {"embed": rotating}, own["states"])
     late = 1 + steady.loss_lag
     losses = jax.tree.map(lambda w: jnp.stack([w] * late), carried.layer_losses)
-    scale = None if fixed.weight is None else jnp.zeros(steady.num_slots, jnp.float32)
+    scale = None
+    if fixed.weight is not None:
+        scale = jnp.zeros(steady.num_slots, differentiated(carried.collected).dtype)
     return _in_flight(carried, losses, scale)
 
 
@@ -118,7 +120,7 @@ def call(
         fused=Kind.BW in setup.table.passes,
         xp=jnp,
     )
-    layers = jnp.asarray(setup.table.layer_counts)[fixed.stage]
+    layers = jnp.asarray(setup.table.layer_counts, jnp.int32)[fixed.stage]
     minibatch = None if rows is None else fixed.weighed(StepMicrobatches(rows, rng))
 
     def tick(through: Tree, offset: Index) -> tuple[Tree, Tree]:
@@ -151,7 +153,9 @@ def call(
         executor.states_of_stage(own["states"]),
     )
     through = recent, _carried(rules, own), losses, averaged
-    (recent, carried, losses, averaged), left = lax.scan(tick, through, jnp.arange(num_ticks))
+    (recent, carried, losses, averaged), left = lax.scan(
+        tick, through, jnp.arange(num_ticks, dtype=jnp.int32)
+    )
     last_ones = _last_ones(steady, num_ticks, drains=drains)
     value = fixed.collector.result(*jax.tree.map(lambda w: w[last_ones], left))
     scale, later = recent.pop("scale"), clock | {"tick": clock["tick"] + num_ticks}

@@ -83,9 +83,9 @@ def cross_entropy(
     The loss of one token is ``logsumexp(z) - sum(q * z)`` with ``z = table @ x + bias`` and ``q``
     the target's one-hot vector, or with label smoothing s (Szegedy et al. 2016, section 7)
     ``(1 - s) onehot + s / vocab_size``. Loss and ``softmax(z) - q`` come out of one pass, and the
-    latter is the only residual as large as the logits. Matmuls accumulate in float32 whatever the
-    dtype of ``x``, and the gradients of table and bias are never rounded to it; that of ``x`` is
-    summed over devices in its dtype.
+    latter is the only residual as large as the logits. Matmuls accumulate in float32 for every
+    narrower dtype of ``x``, and the gradients of table and bias are never rounded to it; that of
+    ``x`` is summed over devices in its dtype.
 
     Args:
       x: float [..., width], the same on every device of the axis; its dtype is the matmuls' input
@@ -104,7 +104,8 @@ def cross_entropy(
         and weights are whole.
 
     Returns:
-      ``sum(weights * losses) / sum(weights)`` in float32, the same on every device of the axis.
+      ``sum(weights * losses) / sum(weights)`` in float32, or float64 if x is, the same on every
+      device of the axis.
 
     Example:
       >>> float(cross_entropy(jnp.zeros((5, 2)), jnp.ones((4, 2)), jnp.zeros(5, int), vocab_size=4))
@@ -114,7 +115,7 @@ def cross_entropy(
         x = lax.all_gather(x, sequence_axis, axis=x.ndim - 2, tiled=True)
     rows = x.reshape(-1, x.shape[-1])
     if weights is not None:
-        weights = weights.reshape(-1).astype(jnp.float32)
+        weights = weights.reshape(-1).astype(_wide(x.dtype))
     return _cross_entropy(
         _Head(axis, sequence_axis, vocab_size, label_smoothing, soft_cap),
         rows,
@@ -151,6 +152,11 @@ def _offset(size: int, names: tuple[str, ...]) -> Array | int:
     return lax.axis_index(names) * size if names else 0
 
 
+def _wide(dtype: DTypeLike) -> DTypeLike:
+    """The dtype in which matmuls of this dtype accumulate."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def _sum(x: Array, names: tuple[str, ...]) -> Array:
     return lax.psum(x, names) if names else x
 
@@ -184,14 +190,14 @@ def _cross_entropy_forward(
     axis, sequence_axis, vocab_size, smoothing, soft_cap = head
     names, size = _names(axis, sequence_axis), table_VE.shape[0]
     logits_NV = jnp.einsum(
-        "ne,ve->nv", x_NE, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
+        "ne,ve->nv", x_NE, table_VE.astype(x_NE.dtype), preferred_element_type=_wide(x_NE.dtype)
     )
     if bias_V is not None:
         logits_NV += bias_V
     if soft_cap is not None:
         logits_NV = soft_cap * jnp.tanh(logits_NV / soft_cap)
         slope_NV = 1 - (logits_NV / soft_cap) ** 2
-    rows_V = jnp.arange(size)
+    rows_V = jnp.arange(size, dtype=jnp.int32)
     real_V = rows_V + _offset(size, names) < vocab_size
     logits_NV = jnp.where(real_V, logits_NV, -jnp.inf)
     largest_N = logits_NV.max(axis=-1)
@@ -215,7 +221,7 @@ def _cross_entropy_forward(
         dlogits_NV *= slope_NV
 
     if weights_N is None:
-        scale = jnp.float32(1 / len(losses_N))
+        scale = jnp.asarray(1 / len(losses_N), losses_N.dtype)
     else:
         # Weighted before it is rounded. A target of weight 0 may be a row that does not exist.
         losses_N = jnp.where(weights_N == 0, 0.0, weights_N * losses_N)
@@ -230,17 +236,17 @@ def _cross_entropy_backward(
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
     if head.sequence_axis is not None:  # along which cotangents are partial
         cotangent = lax.psum(cotangent, head.sequence_axis)  # of all devices' losses, which are one
-    scale = cotangent * scale
+    scale, wide = cotangent * scale, _wide(x_NE.dtype)
     dx_NE = jnp.einsum(
-        "nv,ve->ne", dlogits_NV, table_VE.astype(x_NE.dtype), preferred_element_type=jnp.float32
+        "nv,ve->ne", dlogits_NV, table_VE.astype(x_NE.dtype), preferred_element_type=wide
     )
     dx_NE = (dx_NE * scale).astype(x_NE.dtype)  # as large as a message: summed in its dtype
-    dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=jnp.float32)
+    dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=wide)
     if head.axis is not None:
         dx_NE = lax.psum(dx_NE, head.axis)
     dbias_V = None
     if bias_V is not None:
-        dbias_V = (dlogits_NV.sum(axis=0, dtype=jnp.float32) * scale).astype(bias_V.dtype)
+        dbias_V = (dlogits_NV.sum(axis=0, dtype=wide) * scale).astype(bias_V.dtype)
     return dx_NE, (dtable_VE * scale).astype(table_VE.dtype), dbias_V, None, None
 
 

@@ -133,3 +133,20 @@ def test_bfloat16_inputs_keep_float32_loss_and_table_gradient_and_logits_are_com
     value, (dx, dtable) = step(x, HEAD)
     assert (value.dtype, dx.dtype, dtable.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
     assert str(jax.make_jaxpr(step)(X, HEAD)).count("dot_general[") == 3
+
+
+def test_float64_inputs_give_a_loss_and_gradients_in_float64():
+    with jax.enable_x64(True):
+        x, head = (np.asarray(value, np.float64) for value in (X, HEAD))
+        weights = jnp.linspace(0.5, 1.5, TARGETS.size).reshape(TARGETS.shape)
+
+        def explicit(x, table):
+            scores = jax.nn.log_softmax(x @ table[:VOCAB].T)
+            picked = jnp.take_along_axis(scores, TARGETS[..., None], -1)[..., 0]
+            return -jnp.sum(weights * picked) / weights.sum()
+
+        found = jax.value_and_grad(whole_loss, argnums=(0, 1))(x, head, weights=weights)
+        expected = jax.value_and_grad(explicit, argnums=(0, 1))(x, head)
+    for value, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert value.dtype == np.float64
+        np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-14)

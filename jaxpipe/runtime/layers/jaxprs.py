@@ -60,7 +60,7 @@ def _inline(jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool) -> list[T
                 _inline(branch.jaxpr, branch.consts, operands, selects)
                 for branch in eqn.params["branches"]
             ]
-            which = lax.clamp(0, which, len(branches) - 1)
+            which = lax.clamp(jnp.int32(0), which, jnp.int32(len(branches) - 1))
             outs = [lax.select_n(which, *results) for results in zip(*branches, strict=True)]
         else:
             outs = bind(eqn, operands)

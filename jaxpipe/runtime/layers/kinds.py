@@ -175,8 +175,15 @@ def _check_activation(tree: Activation, layer: int) -> None:
     giver = "The embedding" if layer < 0 else f"Layer {layer}"
     if not jax.tree.leaves(tree):
         raise ValueError(f"{giver} returns no array; the next layer needs one.")
-    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(tree)):
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        remedy = "A layer can read masks, positions and targets from its microbatch."
+        if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+            remedy = (
+                "Let a complex array z travel as a tree of its parts, (z.real, z.imag), which a "
+                "layer joins again with `jax.lax.complex`."
+            )
         raise ValueError(
             f"{giver} returns {describe(tree)}; only floating-point arrays travel between layers. "
-            "A layer can read masks, positions and targets from its microbatch."
+            f"{remedy}"
         )

@@ -254,7 +254,7 @@ def _is_scalar(shapes: Tree) -> bool:
 
 
 def _is_loss(shapes: Tree) -> bool:
-    return _is_scalar(shapes) and shapes.dtype == jnp.float32
+    return _is_scalar(shapes) and shapes.dtype in (jnp.float32, jnp.float64)
 
 
 def weight_of(
@@ -274,7 +274,7 @@ def weight_of(
 
     def weight(outer: OuterParams, x: Activation, context: Tree) -> jax.Array:
         loss, _ = parts(head_loss(outer, x, *context))
-        return jnp.asarray(loss.weight, jnp.float32)
+        return jnp.asarray(loss.weight, loss.total.dtype)
 
     program = jaxprs.flatten(jax.make_jaxpr(weight)(outer, x, context))
     inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars

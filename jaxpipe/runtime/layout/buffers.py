@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxpipe.runtime.host import to_devices, to_host
+from jaxpipe.runtime.indices import start_at
 from jaxpipe.runtime.types import Arrays, At, Index, Message
 from jaxpipe.schedule.lowering.table import NONE
 
@@ -134,9 +135,9 @@ class SharedBuffers:
     def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, ...]:
         stage, chunk, layer = at
         if self._alike:
-            return slot * self._rows + layer, *[0] * len(value.stored)
+            return start_at(slot * self._rows + layer, *[0] * len(value.stored))
         start = jnp.asarray(self._starts)[stage, chunk, layer, value.buffer]
-        return slot, start + value.offset
+        return start_at(slot, start + value.offset)
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:

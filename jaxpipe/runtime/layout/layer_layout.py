@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3, rounded_to
+from jaxpipe.runtime.indices import repeat
 from jaxpipe.runtime.layout.leaf import AxisSplit, Cut, DevicePart, Leaf, Share
 from jaxpipe.runtime.layout.placed import Order
 from jaxpipe.runtime.layout.splits import Splits
@@ -243,13 +244,13 @@ class LayerLayout(Piece, abc.ABC):
 
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
         """Runs ``body(chunk, number, carry)`` for all pieces of a chunk, for none if `NONE`."""
-        trips = jnp.where(chunk == NONE, 0, self.num_pieces)
+        trips = jnp.where(chunk == NONE, jnp.int32(0), self.num_pieces)
         return lax.fori_loop(0, trips, lambda number, carry: body(chunk, number, carry), carry)
 
     def every_layer(self, count: int, body: Body, carry: Carry) -> Carry:
         """Runs ``body(chunk, layer, carry)`` for ``count`` layers of every chunk."""
-        return lax.fori_loop(
-            0, self.num_chunks * count, lambda i, carry: body(i // count, i % count, carry), carry
+        return repeat(
+            self.num_chunks * count, lambda i, carry: body(i // count, i % count, carry), carry
         )
 
 

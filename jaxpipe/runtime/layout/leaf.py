@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpipe.runtime.indices import start_at
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import sum_dtype
 from jaxpipe.runtime.types import Index, Leaves, Shapes, Shardings, Tree
@@ -131,7 +132,7 @@ class Cut:
         for axes, dim in self.dims:
             size = self._size(axes, dim)
             if size * lax.axis_size(axes) > self.shape[dim]:
-                at = lax.axis_index(axes) * size + jnp.arange(size)
+                at = lax.axis_index(axes) * size + jnp.arange(size, dtype=jnp.int32)
                 inside = at < self.shape[dim]
                 masks.append(
                     inside.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
@@ -416,7 +417,8 @@ def read_share(leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share
     """Reads the share of the array that lies at ``lead`` in the leading dimensions."""
     rows, shape = len(lead), list(array.shape[len(lead) :])
     if not _divides(leaf, share.of):
-        part = lax.dynamic_slice(array, (*lead, *[0] * len(shape)), (*[1] * rows, *shape))
+        start = start_at(*lead, *[0] * len(shape))
+        part = lax.dynamic_slice(array, start, (*[1] * rows, *shape))
         return part.reshape(shape)
     view, start, size = _view(leaf, array, lead, share)
     shape[leaf.data_dim or 0] //= share.of
@@ -430,7 +432,7 @@ def write_share(
     value = value.astype(array.dtype)
     if not _divides(leaf, share.of):
         value = jnp.where(share.number == 0, value, read_share(leaf, array, lead, share))
-        start = (*lead, *[0] * value.ndim)
+        start = start_at(*lead, *[0] * value.ndim)
         return lax.dynamic_update_slice(
             array, value.reshape([1] * len(lead) + [*value.shape]), start
         )
@@ -447,7 +449,7 @@ def _view(
     length = shape[dim] // (shards * share.of)
     before, behind = shape[:dim], shape[dim + 1 :]
     view = array.reshape(*array.shape[:rows], *before, shards, share.of, length, *behind)
-    start = (*lead, *[0] * len(before), 0, share.number, 0, *[0] * len(behind))
+    start = start_at(*lead, *[0] * len(before), 0, share.number, 0, *[0] * len(behind))
     return view, start, (*[1] * rows, *before, shards, 1, length, *behind)
 
 

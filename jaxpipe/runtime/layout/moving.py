@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpipe.runtime.barriers import Carry, run_if, tie
+from jaxpipe.runtime.indices import repeat
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Cut, Leaf, MeshLayout, communicate
 from jaxpipe.runtime.layout.packed import Packed
@@ -123,7 +124,7 @@ class LayersOnMesh(MeshLayout):
                 values = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, n, 0, False), canonical)
             else:
                 of_stage = partial(receive, chunk, number)
-                values = lax.fori_loop(0, self.num_stages, of_stage, nothing)
+                values = repeat(self.num_stages, of_stage, nothing)
             values = self._rearranged(_to_parts, 0, values, sharded=True)
             return self._local.write(arrays, self._place_of(chunk, number), values)
 
@@ -149,7 +150,7 @@ class LayersOnMesh(MeshLayout):
                     values,
                 )
             send = partial(spread, chunk, number, values)
-            return lax.fori_loop(0, self.num_stages, send, canonical)
+            return repeat(self.num_stages, send, canonical)
 
         def spread(
             chunk: Index, number: Index, values: Stored, stage: Index, canonical: Params

@@ -66,7 +66,7 @@ class Packed(LayerLayout):
         columns_by_layer = {g: np.asarray([*(n[g] for n in columns), 0]) for g in self._groups}
         columns_by_row = {g: n[rows] for g, n in columns_by_layer.items()}
         self._start_in_chunk = {  # [stages, chunks, rows]
-            g: np.cumsum(n, axis=2, dtype=np.int32) - n for g, n in columns_by_row.items()
+            g: (np.cumsum(n, axis=2) - n).astype(np.int32) for g, n in columns_by_row.items()
         }
         self._chunk_columns = {g: n.sum(axis=2, dtype=np.int32) for g, n in columns_by_row.items()}
         self._chunk_start = {  # [stages, chunks], as of `_chunk_columns`
@@ -130,7 +130,7 @@ class Packed(LayerLayout):
         def write(g: str, new: jax.Array) -> jax.Array:
             if place.valid is not None:
                 # Columns behind a narrower chunk belong to the next one.
-                is_own = jnp.arange(place.width[g]) < place.valid[g]
+                is_own = jnp.arange(place.width[g], dtype=jnp.int32) < place.valid[g]
                 new = jnp.where(is_own, new, self.read(arrays, place)[g])
             return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
 

@@ -250,7 +250,7 @@ class Fixed:
         weight = self.weight
         if weight is None:
             return batch
-        passes = jnp.arange(self.table.schedule.num_passes)
+        passes = jnp.arange(self.table.schedule.num_passes, dtype=jnp.int32)
         weights = lax.map(lambda i: weight(self.head_context(batch, i)), passes)
         return batch._replace(scale=1 / losses.divisor(lax.psum(weights.sum(), self.axes.peers)))
 
@@ -442,7 +442,7 @@ def pieces_of(transfers: Transfers, transfer: Transfer) -> list[MovedPiece]:
     All stages take part in a transfer, since a loop would keep it from running beside layers; one
     that has nothing to move reads zeros, and writes nothing.
     """
-    count, of = jnp.where(transfer.chunk == NONE, 0, 1), transfers.shares
+    count, of = (transfer.chunk != NONE).astype(jnp.int32), transfers.shares
     chunk = jnp.maximum(transfer.chunk, 0)
     found = []
     for first in (transfer.piece + n for n in range(transfers.group)):

@@ -105,6 +105,6 @@ def _exchanged(
     if len(branches) == 1:
         received, zero = branches[0](sent)
     else:
-        chosen = jnp.asarray([distinct.index(edges) for edges in of_exchange])[exchange]
+        chosen = jnp.asarray([distinct.index(edges) for edges in of_exchange], jnp.int32)[exchange]
         received, zero = lax.switch(chosen, branches, sent)
     return dict(zip(used, received, strict=True)), zero[0]

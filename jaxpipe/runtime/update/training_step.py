@@ -127,7 +127,7 @@ class Applied(GradientSink):
 
             return sums, step.layer(at, gradient, kept, shared)
 
-        last = jnp.where(transfer.chunk == NONE, 0, fixed.table.layers_per_chunk)
+        last = jnp.where(transfer.chunk == NONE, jnp.int32(0), fixed.table.layers_per_chunk)
         (trained, *frozen), layers = carried.weights.layers, updating.layers
         kept = [trained, *layers]
         sums, (weights, *layers) = params.loop(

@@ -1,0 +1,122 @@
+"""Under ``jax_enable_x64`` indices stay int32, and parameters in float64 train in it."""
+
+import asynchronous_toy
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from asynchronous_reference import Settings
+from compilations import refusal
+
+import jaxpipe
+from jaxpipe.runtime import assembly
+from jaxpipe.testing import assert_matches_unpipelined
+
+INDEXED = {"dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-add"}
+CASES = [
+    ("tied", "zb-v", {"stage": 2, "data": 2}, {"zero": 3}),
+    ("unrolled", "breadth-first", {"stage": 2, "data": 2}, {"zero": 3, "weight_slots": 2}),
+    ("uneven", "interleaved", {"stage": 2, "data": 2}, {"zero": 2, "remat": "full"}),
+    ("stateful", "1f1b-fused", {"stage": 2}, {}),
+]
+
+
+def wide(tree):
+    """The arrays of floating point in float64."""
+
+    def widen(w):
+        return np.float64(w) if jnp.issubdtype(w.dtype, jnp.floating) else w
+
+    return jax.tree.map(widen, tree)
+
+
+def index_dtypes(jaxpr):
+    """Yields the dtypes of all integers that say where arrays are read or written."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in INDEXED:
+            dtypes = {v.aval.dtype for v in eqn.invars[1:]}
+            yield from (str(d) for d in dtypes if jnp.issubdtype(d, jnp.signedinteger))
+        for parameter in jax.tree.leaves(list(eqn.params.values()), is_leaf=has_equations):
+            if has_equations(parameter):
+                yield from index_dtypes(getattr(parameter, "jaxpr", parameter))
+
+
+def has_equations(parameter):
+    return hasattr(getattr(parameter, "jaxpr", parameter), "eqns")
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("name", "schedule", "sizes", "options"), CASES)
+def test_every_index_is_int32(name, schedule, sizes, options, tiles, monkeypatch):
+    """In steps, of an optimizer with a condition, and in programs that place and unplace."""
+    monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: tiles)
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: tiles)
+    pipe = toys.pipeline(name, schedule, sizes, microbatches=4, **options)
+    params, batch = toys.named(name).params, toys.named(name).batch(16)
+    optimizer = optax.MultiSteps(optax.adam(0.1), 2)
+    with jax.enable_x64(True):
+        step = jax.make_jaxpr(pipe.train_step(optimizer))
+        state = pipe.optimizer_placing(optimizer).placed
+        programs = [
+            step(pipe.placed_params, state, batch, None, pipe.placed_states),
+            jax.make_jaxpr(pipe.place)(params),
+            jax.make_jaxpr(pipe.unplace)(pipe.placed_params),
+        ]
+    assert {dtype for program in programs for dtype in index_dtypes(program.jaxpr)} == {"int32"}
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("name", "schedule", "sizes", "options"),
+    [CASES[2], ("mixture", "gpipe", {"stage": 2, "data": 2}, {"zero": 3})],
+)
+def test_float64_parameters_train_in_float64(name, schedule, sizes, options):
+    """Weights of losses and what layers add, too: a third in float32 would be off by 1e-8."""
+    toy = toys.named(name)
+    with jax.enable_x64(True):
+        (pipe,) = assert_matches_unpipelined(
+            toy.model,
+            wide(toy.params),
+            wide(toy.batch(12)),
+            schedules=[schedule],
+            meshes=[toys.mesh(name, sizes)],
+            reference=toy.reference,
+            microbatches=3 if name == "mixture" else 2,
+            tolerance=1e-12,
+            **toy.options | options,
+        )
+    assert {w.dtype for w in jax.tree.leaves(pipe.placed_params)} == {np.dtype("float64")}
+
+
+@pytest.mark.pipeline
+def test_asynchronous_pipelines_train_in_float64():
+    """The same run in float32 differs by rounding alone."""
+    settings = Settings(2, 2, "pipemare", "momentum", 6, 0.135, recompute_segment=2)
+    start = asynchronous_toy.params(layers=3, differ=True)
+    batches = asynchronous_toy.minibatches(4, 4)
+    narrow = asynchronous_toy.pipeline(settings, start)
+    expected, end, _ = asynchronous_toy.train(settings, narrow, start, batches)
+    with jax.enable_x64(True):
+        exact = asynchronous_toy.pipeline(settings, wide(start))
+        found, last, _ = asynchronous_toy.train(settings, exact, wide(start), wide(batches))
+        assert {w.dtype for w in jax.tree.leaves(last)} == {np.dtype("float64")}
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), last, end)
+
+
+def test_complex_activations_are_refused_with_a_tree_of_two_parts_as_the_remedy():
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: jax.lax.complex(batch["x"], batch["x"]),
+        layer=lambda w, x, batch, rng: x * w,
+        head_loss=lambda outer, x, batch, rng: jnp.mean(jnp.abs(x)),
+    )
+    params = {"embed": {}, "layers": jnp.ones((2, 3)), "head": {}}
+    pipe = jaxpipe.Pipeline(model, params, schedule="gpipe", mesh=jaxpipe.make_mesh(stage=2))
+    message = refusal(pipe.value_and_grad, pipe.placed_params, {"x": np.ones((4, 3), np.float32)})
+    assert message == (
+        "The embedding returns complex64[1, 3]; only floating-point arrays travel between layers. "
+        "Let a complex array z travel as a tree of its parts, (z.real, z.imag), which a layer "
+        "joins again with `jax.lax.complex`."
+    )
