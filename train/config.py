@@ -287,8 +287,9 @@ class TrainConfig(Section):
     """Determines the initial weights, the order of the data, dropout and the sample."""
     log_every: Count = 10
     """Steps from one printed line to the next; metrics.jsonl has every step."""
-    eval_every: Count = 50
-    """Steps from one evaluation to the next; the last step is always evaluated."""
+    eval_every: Annotated[int, Range(0)] = 50
+    """Steps from one evaluation to the next; the last step is always evaluated. 0 is off: then no
+    checkpoint is the best."""
     eval_batches: Count = 4
     """Held-out batches per evaluation."""
     checkpoint_every: Count = 50

@@ -158,7 +158,7 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why a run cannot begin with these weights; nothing if it has already begun."""
     if config.init_from is None or (resume and run_folder.has_begun(config)):
         return
-    what = f"init_from={config.init_from}"
+    what = _weights_of(config)
     try:
         source = parse(config.init_from)
         task, model = described(source)
@@ -171,9 +171,15 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
         yield from _other_tokenizer(config, tokenizer)
 
 
+def _weights_of(config: Config) -> str:
+    """The option that names the weights; ``--evaluate`` takes those of its run by default."""
+    name = "run_dir" if config.init_from == config.run_dir else "init_from"
+    return f"{name}={config.init_from}"
+
+
 def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterator[Failure]:
     """Says which fields of the model differ from those of the weights' model."""
-    what = f"init_from={config.init_from}"
+    what = _weights_of(config)
     if name != config.task:
         yield Failure(
             f"task={config.task} does not train the model of {what}. Nearest valid: {name}.",
@@ -204,7 +210,7 @@ def _other_tokenizer(config: Config, file: Path) -> Iterator[Failure]:
 def _tokenizer_failure(config: Config, folder: Path | str) -> Failure:
     return Failure(
         f"data.path={config.data.path} was prepared with another tokenizer than the model of "
-        f"init_from={config.init_from}. Prepare it with: python -m train.prepare --tokenizer "
+        f"{_weights_of(config)}. Prepare it with: python -m train.prepare --tokenizer "
         f"{folder} --out {config.data.path}",
         ("data.path", "init_from"),
     )
@@ -228,7 +234,7 @@ def state(setup: Setup, console: Console) -> TrainState:
     except ConfigError:
         raise
     except ValueError as error:
-        raise refused(f"init_from={config.init_from}: {error}", "init_from") from error
+        raise refused(f"{_weights_of(config)}: {error}", "init_from") from error
 
     def begin(params: PyTree, layers: PyTree) -> TrainState:
         states = None if layers is None else setup.pipe.place_states(layers)

@@ -452,7 +452,8 @@ class Trainer:
                 is_last = self.step == last or stopping
                 # What follows the last step saves it.
                 copies = copy_every and self.step % copy_every == 0 and not is_last
-                evaluates = self.step % config.eval_every == 0 or self.step == last
+                is_due = config.eval_every > 0 and self.step % config.eval_every == 0
+                evaluates = is_due or self.step == last
                 logs = self.step % config.log_every == 0 or self.step == 1 or is_last or evaluates
                 saves = self.step % config.checkpoint_every == 0 or is_last
                 saves = saves or (logs and self._is_time_to_save())
@@ -510,10 +511,11 @@ class Trainer:
         if jax.process_index() != 0:
             return None
         task = self.setup.task
-        baseline = task.baseline(self.examples, self.heldout)
-        metrics = "".join(f", {text}" for text in shown(evaluated.get("eval_metrics")))
-        loss = f"{evaluated['eval_loss']:.4f} {task.loss_unit}".rstrip()
-        say(self.console, f"held-out loss {loss}{metrics}; {baseline}")
+        if evaluated:
+            baseline = task.baseline(self.examples, self.heldout)
+            metrics = "".join(f", {text}" for text in shown(evaluated.get("eval_metrics")))
+            loss = f"{evaluated['eval_loss']:.4f} {task.loss_unit}".rstrip()
+            say(self.console, f"held-out loss {loss}{metrics}; {baseline}")
         text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score
@@ -521,9 +523,9 @@ class Trainer:
     def save(self, *, num_batches: int) -> None:
         """Starts to save this step, if its weights give a finite loss.
 
-        The loss of a step is that of the weights before it, so the new weights are evaluated, which
-        also tells which checkpoint is the best. A checkpoint saved in haste, on request, may
-        take fewer batches than an evaluation, and is then never the best.
+        The loss of a step is that of the weights before it, so the new weights are evaluated, if
+        evaluation is not off, which also tells which checkpoint is the best. A checkpoint saved in
+        haste, on request, may take fewer batches than an evaluation, and is then never the best.
         """
         evaluated = self.evaluated or self._heldout(num_batches)
         self.watchdog.at(f"saving step {self.step}")
@@ -535,7 +537,7 @@ class Trainer:
                 self.mode.to_saved(self.carried),
                 data=self._position(),
                 run=self.describe | {checkpoint.IN_FLIGHT: self.mode.layout()},
-                eval_loss=evaluated["eval_loss"] if is_whole else None,
+                eval_loss=evaluated.get("eval_loss") if is_whole else None,
             )
         self.saved_at = time.monotonic()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
@@ -559,7 +561,12 @@ class Trainer:
         return distributed.global_batch(batch, sharding, size)
 
     def _heldout(self, num_batches: int) -> dict[str, Any]:
-        """Evaluates held-out batches; returns their means of loss and metrics, as recorded."""
+        """Evaluates held-out batches; returns their means of loss and metrics, as recorded.
+
+        Nothing if evaluation is off.
+        """
+        if self.config.train.eval_every == 0:
+            return {}
         self.watchdog.at(f"evaluating step {self.step}")
         with self.goodput.on(COMPILE):
             _ = self.setup.evaluate  # the first time

@@ -326,34 +326,43 @@ def key(rng: Key) -> Iterator[str]:
         yield f"rng is {describe_leaf(rng)}; it must be one random key, such as jax.random.key(0)."
 
 
-def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
-    num_microbatches = schedule.num_microbatches
-    unit = f"{num_microbatches} microbatches x {num_shards} data shards"
+def rows_of(tree: Tree) -> tuple[dict[str, int], list[str]]:
+    """Counts the rows of a batch's arrays by their paths, and says what is wrong with them."""
     rows: dict[str, int] = {}
+    problems: list[str] = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         at, shape = f"batch{jax.tree_util.keystr(path)}", shape_of(leaf)
         expected = "expected an array whose first dimension is rows"
         if shape is None:
-            yield f"{at} is {describe_leaf(leaf)}; {expected}."
+            problems.append(f"{at} is {describe_leaf(leaf)}; {expected}.")
         elif not shape.shape:
             remedy = "Repeat it for every row, as `jnp.full(rows, value)` does."
-            yield f"{at} is {describe_leaf(leaf)}; {expected}. {remedy}"
+            problems.append(f"{at} is {describe_leaf(leaf)}; {expected}. {remedy}")
         else:
             rows[at] = shape.shape[0]
-    if not jax.tree.leaves(tree):
-        yield f"batch holds no array; expected arrays whose rows divide into {unit}."
     if len(set(rows.values())) > 1:
         found = ", ".join(f"{at} has {n}" for at, n in rows.items())
-        yield f"The arrays of a batch must have equally many rows, but {found}."
-        return
-    if not rows:
+        problems.append(f"The arrays of a batch must have equally many rows, but {found}.")
+    return rows, problems
+
+
+def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
+    num_microbatches = schedule.num_microbatches
+    unit = f"{num_microbatches} microbatches x {num_shards} data shards"
+    rows, problems = rows_of(tree)
+    yield from problems
+    if not jax.tree.leaves(tree):
+        yield f"batch holds no array; expected arrays whose rows divide into {unit}."
+    if len(set(rows.values())) != 1:
         return
     at, n = next(iter(rows.items()))  # the others have as many
     step = num_microbatches * num_shards
     if n == 0 or n % step:
         below, above = n // step * step, max(-(-n // step), 1) * step
         valid = ", ".join(str(n) for n in (below, above) if n)
-        yield f"{at} has {n} rows, which do not divide into {unit}.\nNearest valid: {valid}."
+        remedy = " Or add rows of no weight: `pipe.pad_batch(batch)`." if n else ""
+        yield f"{at} has {n} rows, which do not divide into {unit}."
+        yield f"Nearest valid: {valid}.{remedy}"
     if schedule.num_slices > 1:
         yield from _sequences(tree, schedule.num_slices)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.trees import describe, describe_leaf, divide, shape_of
+from jaxpipe.runtime.trees import describe, describe_leaf, divide, is_sequence, shape_of
 from jaxpipe.runtime.types import Params
 
 Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], bool]
@@ -25,6 +25,13 @@ _OVERWRITTEN = re.compile(OVERWRITE + r"|amax_history|Fp8\w*DotGeneralOp_\d")
 OVERWRITE_RULE = (
     "is overwritten with its gradient by flax, and a pipeline sums gradients over microbatches and "
     "data shards"
+)
+
+
+_STACKED = (
+    "The layers are stacked, so that a path holds an array of all of them. To choose single "
+    "layers, give params['layers'] as a tuple of one tree per layer, and Model.layer as a tuple of "
+    "functions."
 )
 
 
@@ -82,6 +89,8 @@ def problems(name: str, chosen: Filter, params: Params) -> Iterator[str]:
         for pattern in _patterns(chosen):
             if not any(fnmatch.fnmatchcase(path, pattern) for path in names):
                 yield f"{name}: {pattern!r} is the path of no parameter.\n{_examples(names)}"
+                if re.match(r"layers/\d", pattern) and not is_sequence(params["layers"]):
+                    yield _STACKED
 
 
 def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,13 +48,14 @@ class Options:
         if self.remat not in ("auto", *REMAT_POLICIES):
             rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
             yield Problem("remat", self.remat, rule)
-        if self.zero not in (0, 1, 2, 3):
-            nearest = (min(max(self.zero, 0), 3),) if isinstance(self.zero, int) else (0, 1, 2, 3)
-            yield Problem("zero", self.zero, "is not a level", nearest)
+        if not _is_number(self.zero):
+            yield Problem("zero", self.zero, "is not a level", (0, 1, 2, 3))
+        elif self.zero not in (0, 1, 2, 3):
+            yield Problem("zero", self.zero, "is not a level", (min(max(self.zero, 0), 3),))
         if self.weights not in LAYOUTS:
             rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
             yield Problem("weights", self.weights, rule)
-        if not isinstance(self.weight_slots, int) or self.weight_slots < 1:
+        if not _is_number(self.weight_slots) or self.weight_slots < 1:
             yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
         if self.residuals not in ("device", "host"):
             rule = "is not one of device, host"
@@ -86,6 +88,11 @@ class Options:
             communicates = model.uses_axes and transfers_overlap(mesh)
             pairs = communicates and model.layers_are_alike and bool(schedule.overlapped)
         return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a whole number; True, which equals 1, is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_wider(leaf: jax.ShapeDtypeStruct, narrow: Any) -> bool:

@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, NamedSharding
@@ -184,6 +185,20 @@ class Pipeline(Assembly):
         super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=options)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))
 
+    def __repr__(self) -> str:
+        schedule, options = self.schedule, self.options
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        trees = self.canonical_params, self.layout.canonical_shapes()
+        total, trained = (sum(w.size for w in jax.tree.leaves(tree)) for tree in trees)
+        return (
+            f"Pipeline of {sum(self.table.layer_counts)} layers: schedule {schedule.name!r}, "
+            f"stages={schedule.num_stages}, chunks={schedule.num_chunks}, "
+            f"microbatches={schedule.num_microbatches}\n"
+            f"  mesh: {mesh}; rows of a batch: a multiple of {self._batch_unit}\n"
+            f"  parameters: {total:,}, trained: {trained:,}; zero={options.zero}, "
+            f"remat={options.remat!r}, weights={options.weights!r}"
+        )
+
     # Layout.
 
     @property
@@ -201,6 +216,42 @@ class Pipeline(Assembly):
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a batch's leaves ``[rows, ...]``."""
         return NamedSharding(self.mesh, P(self.axes.data))
+
+    def pad_batch(self, batch: Batch, *, mask: str = "mask") -> Batch:
+        """Adds rows of no weight to a batch, until they divide into microbatches and data shards.
+
+        The new rows come last and repeat the first ones, so that they hold nothing unusual. In them
+        ``batch[mask]`` is 0. The loss stays that of the other rows if `Model.head_loss` returns
+        ``jaxpipe.Weighted((mask * losses).sum(), mask.sum())``; a mean over the rows of a
+        microbatch, and losses and states of layers, include the new rows.
+
+        Args:
+          batch: a dictionary of arrays ``[rows, ...]``, at least one row.
+          mask: the name of the weights, ``[rows]`` or of tokens ``[rows, ...]``; if there are none,
+            they are made, as float32 ones ``[rows]``.
+
+        Raises:
+          ValueError: a batch that is no dictionary, or whose arrays differ in their rows.
+
+        Example:
+          >>> pipe.pad_batch({"x": np.ones((13, 3))})["mask"][-4:].tolist()  # doctest: +SKIP
+          [1.0, 0.0, 0.0, 0.0]
+        """
+        if not isinstance(batch, dict):
+            refuse([f"batch is a {type(batch).__name__}; a mask needs a dictionary of arrays."])
+        rows_of, problems = checks.rows_of(batch)
+        refuse(problems or ([] if any(rows_of.values()) else ["batch holds no rows."]))
+        rows = next(iter(rows_of.values()))
+        number = np.arange(-(-rows // self._batch_unit) * self._batch_unit)
+        batch = {mask: np.ones(rows, np.float32)} | batch
+        padded = jax.tree.map(lambda w: w[number % rows], batch)
+        is_given = (number < rows).reshape(-1, *[1] * (batch[mask].ndim - 1))
+        return padded | {mask: padded[mask] * is_given.astype(batch[mask].dtype)}
+
+    @property
+    def _batch_unit(self) -> int:
+        """The number of which a batch's rows are a multiple."""
+        return self.schedule.num_microbatches * self.axes.num_shards(self.mesh)
 
     def place(self, params: Params) -> Placed:
         """Places canonical parameters on the devices, sharded as ZeRO says.

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import jax
 import numpy as np
 import pytest
-from command import NUM_STEPS, assert_same_run, back_to, saved, steps, weights
+from command import NUM_STEPS, assert_same_run, assert_same_weights, back_to, saved, steps, weights
 
 from jaxpipe import cli
 from jaxpipe.planning import configurations
@@ -89,6 +89,18 @@ def test_a_run_that_keeps_much_on_the_host_is_the_same_run(toy_trainer, unbroken
     back_to(run, 9)
     assert "resuming" in toy_trainer.run("--run-dir", run, "--resume").out
     assert_same_run(run, unbroken_toy)
+
+
+def test_without_evaluation_a_run_trains_the_same_and_has_no_best_checkpoint(
+    toy_trainer, unbroken_toy, tmp_path
+):
+    run = tmp_path / "run"
+    finished = toy_trainer.run("--run-dir", run, "--train.eval-every", 0)
+    assert "held-out loss" not in finished.out
+    assert "eval_loss" not in (run / "metrics.jsonl").read_text()
+    assert_same_weights(run, unbroken_toy)
+    best = "--evaluate", "--init-from", f"{run}@best"
+    assert "has no best checkpoint: none was evaluated" in toy_trainer.run(*best, status=2).err
 
 
 def test_an_average_of_the_weights_is_evaluated_and_begun_with(toy_trainer, tmp_path):

@@ -84,6 +84,39 @@ def test_a_batch_without_a_token_has_no_loss_but_that_of_its_layers(pipe):
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
+def test_rows_that_pad_a_batch_have_no_part_in_its_loss_and_gradients():
+    """Seven rows become twelve, of which a microbatch holds nothing else."""
+
+    def layer(w, x, batch, rng):
+        return mixture.layer(w, x, batch, rng).x
+
+    start, batch = mixture.params(), mixture.batch(7)
+    model = dataclasses.replace(MODEL, layer=layer)
+    mesh = jaxpipe.make_mesh(**toys.ON_DATA)
+    pipe = jaxpipe.Pipeline(model, start, schedule="1f1b", microbatches=3, mesh=mesh)
+    padded = pipe.pad_batch(batch)
+    chex.assert_trees_all_equal(jax.tree.map(lambda w: w[:7], padded), batch)
+    assert padded["mask"].shape == (12, mixture.LENGTH)
+    got, gradients = jax.jit(pipe.value_and_grad)(pipe.place(start), padded)
+    step = functools.partial(jaxpipe.unpipelined.value_and_grad, model)
+    expected, wanted = jax.jit(step)(start, batch)
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
+    assert got[1]["tokens"] == expected[1]["tokens"]
+    assert_close(pipe.unplace(gradients), wanted)
+
+
+def test_a_batch_without_weights_gets_some_by_row_and_what_cannot_be_padded_is_refused(pipe):
+    rows = {"x": jnp.arange(5), "y": {"z": np.ones((5, 2), np.int8)}}
+    padded = pipe.pad_batch(rows, mask="valid")
+    assert padded["x"].tolist() == [0, 1, 2, 3, 4, 0]
+    assert padded["valid"].tolist() == [1, 1, 1, 1, 1, 0]
+    assert (padded["y"]["z"].shape, padded["y"]["z"].dtype) == ((6, 2), np.int8)
+    assert pipe.pad_batch(padded, mask="valid")["valid"].tolist() == padded["valid"].tolist()
+    assert "batch is a tuple; a mask needs" in refusal(pipe.pad_batch, (np.ones(5),))
+    assert refusal(pipe.pad_batch, {"x": np.ones((0, 2))}) == "batch holds no rows."
+    assert "equally many rows" in refusal(pipe.pad_batch, {"x": np.ones(5), "y": np.ones(3)})
+
+
 def test_jax_grad_of_the_loss_runs_the_schedule_and_calls_compile_once(pipe):
     optimizer = optax.sgd(0.1)
     batch, (value, metrics), gradients = unpipelined()

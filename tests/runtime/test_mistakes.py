@@ -314,6 +314,9 @@ OPTIONS = [
     ("tied", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
     ("tied", {"zero": 3, "weight_slots": 0}, "weight_slots=0 holds no chunk.\nNearest valid: 1"),
     ("tied", {"weight_slots": "2"}, "weight_slots='2' holds no chunk."),
+    ("tied", {"weight_slots": True}, "weight_slots=True holds no chunk."),
+    ("tied", {"zero": True}, "zero=True is not a level.\nNearest valid: 0, 1, 2, 3"),
+    ("tied", {"zero": 5}, "zero=5 is not a level.\nNearest valid: 3"),
     ("tied", {"layer_counts": 4}, "layer_counts=4 is no sequence of numbers."),
     # The dtype that layers compute in.
     ("tied", {"compute_dtype": "bf17"},
@@ -331,6 +334,9 @@ OPTIONS = [
     ("tied", {"trainable": "lora"}, "'lora' is the path of no parameter.\nPaths: embed/"),
     ("tied", {"trainable": ["head/*", "lora_*"]}, "'lora_*' is the path of no parameter.\n"),
     ("tied", {"trainable": lambda path, leaf: False}, "chooses none of the parameters"),
+    ("tied", {"trainable": ["head/*", "layers/3/*"]},
+     "layers/up.\nThe layers are stacked, so that a path holds an array of all of them. To choose "
+     "single layers, give params['layers'] as a tuple of one tree per layer, and Model.layer"),
     ("tied", {"trainable": [True]}, "trainable is [True]; give a pattern of paths"),
     ("tied", {"trainable": lambda path: True},
      "trainable('embed/positions', float32[5, 8]) raised TypeError: "),
@@ -348,7 +354,8 @@ BATCHES = [
     ({"x": np.ones((0, 2))}, "batch['x'] has 0 rows, which do not divide into 2 microbatches x 1 "
      "data shards.\nNearest valid: 2."),
     ({"x": np.ones((3, 2)), "y": np.ones(3)}, "batch['x'] has 3 rows, which do not divide into 2 "
-     "microbatches x 1 data shards.\nNearest valid: 2, 4."),
+     "microbatches x 1 data shards.\nNearest valid: 2, 4. Or add rows of no weight: "
+     "`pipe.pad_batch(batch)`."),
 ]
 # fmt: on
 
@@ -421,6 +428,17 @@ def test_batches_that_do_not_divide_are_refused(batch, message):
 
 
 # What fits.
+
+
+def test_a_pipeline_prints_what_it_runs():
+    """Weights are not split among data shards that are none, whatever the level."""
+    text = repr(toys.pipeline("adapted", "zb-v", {"stage": 2}, microbatches=4, zero=3))
+    trained, total = 192, sum(w.size for w in jax.tree.leaves(toys.named("adapted").params))
+    assert text.split("\n") == [
+        "Pipeline of 5 layers: schedule 'zb-v', stages=2, chunks=2, microbatches=4",
+        "  mesh: data=1, stage=2; rows of a batch: a multiple of 4",
+        f"  parameters: {total}, trained: {trained}; zero=0, remat='none', weights='stacked'",
+    ]
 
 
 @pytest.mark.parametrize("name", ["ends", "uneven"])

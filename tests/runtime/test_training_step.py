@@ -5,6 +5,7 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import toys
@@ -74,6 +75,23 @@ def test_a_step_is_compiled_once_and_leaves_everything_where_it_was(name, stages
         lambda: pipe.value_and_grad(old[0], batch),
     ):
         assert "['positions'] has been deleted: a training step" in refusal(run)
+
+
+def test_a_learning_rate_that_is_put_into_the_state_does_not_compile_the_step_again():
+    """Whatever kind of number it is; with 0 for once, which is an integer, nothing moves."""
+    pipe, optimizer = toys.pipeline("ends", num_layers=4, microbatches=2), OPTIMIZERS["injected"]
+    batch, params = TOY.batch(8), pipe.place(TOY.params)
+    state, step = pipe.init(optimizer, params), pipe.train_step(optimizer)
+    rates = [0.02, 0, np.float32(0.03), jnp.asarray(0.04), jnp.float32(0.05), np.array(0.06)]
+    with testing.compilations() as found:
+        for rate in rates:
+            before = pipe.unplace(params)
+            state.hyperparams["learning_rate"] = rate
+            _, params, state = step(params, state, batch)
+            assert state.hyperparams["learning_rate"] == np.float32(rate)
+            moved = before["head"]["scale"] != pipe.unplace(params)["head"]["scale"]
+            assert moved.all() == moved.any() == (rate != 0)
+    assert found.count("jit(step)") == 1
 
 
 def test_a_step_is_made_once_for_an_optimizer():

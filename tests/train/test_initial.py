@@ -88,6 +88,9 @@ def test_another_model_is_refused_by_its_fields(model):
 def test_weights_that_are_not_there(tmp_path, model):
     missing = command_line.parse(["--init-from", str(tmp_path / "no")]).config
     assert _failures(missing) == [f"init_from={tmp_path / 'no'}: there is no such folder."]
+    for options in (["--evaluate"], ["--evaluate", "--resume"]):
+        run = command_line.parse([*options, "--run-dir", str(tmp_path / "gone")]).config
+        assert _failures(run) == [f"run_dir={tmp_path / 'gone'}: there is no such folder."]
     (model / "model.safetensors").write_bytes(b"x")
     (message,) = _failures(command_line.parse(["--init-from", str(model)]).config)
     assert message.startswith(f"init_from={model}: {model}/model.safetensors is damaged")

@@ -94,6 +94,22 @@ class Placing:
         refuse(self.problems("placed", tree, dtypes=dtypes))
         return self._unplace(tree)
 
+    def settled(self, tree: Tree) -> Tree:
+        """A placed tree in which numbers, and arrays that have been put nowhere, lie as the others
+        do: a jitted function would take them for arguments of another kind, and compile again."""
+        structures: list[Any] = [jax.tree.structure(each) for each in (tree, self.placed)]
+        if structures[0] != structures[1]:
+            return tree  # which is refused where it is compared
+
+        def settle(leaf: Any, expected: jax.ShapeDtypeStruct) -> Any:
+            is_array = isinstance(leaf, jax.Array)
+            if isinstance(leaf, jax.core.Tracer) or (is_array and _is_settled(leaf)):
+                return leaf
+            fits = not mismatches("leaf", leaf, expected, dtypes=not isinstance(leaf, int))
+            return _put(np.asarray(leaf, expected.dtype), expected.sharding) if fits else leaf
+
+        return jax.tree.map(settle, tree, self.placed)
+
     def to_host(self, tree: Tree) -> Tree:
         """Unplaces a tree into the memory of the host, if devices have some, part by part: beside
         the placed tree they hold one part of the canonical tree at a time (`HOST_PARTS`)."""
@@ -206,9 +222,18 @@ def _spread(tree: Tree, shardings: Shardings) -> Tree:
             jax.process_count() == 1 or not leaf.is_fully_addressable
         ):
             return jax.device_put(leaf, sharding)
-        # Several processes have the same array each; jax would compare all of them.
-        leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
-        return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
+        return _put(np.asarray(leaf, dtype), sharding)
 
     arrays = map(spread, jax.tree.leaves(tree), jax.tree.leaves(shardings))
     return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
+
+
+def _is_settled(leaf: jax.Array) -> bool:
+    """Whether an array is as a program returns it."""
+    return leaf.committed and not leaf.weak_type
+
+
+def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Puts an array that every process has; jax would compare those of several processes."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime import checks, host
@@ -243,15 +242,19 @@ def train_step(pipe: Assembly, optimizer: optax.GradientTransformation, update: 
         pipe.check("params", params, batch, states, others)
         return run(params, state, batch, rng, states)
 
-    return _Checked(jax.jit(step, donate_argnames=("params", "state", "states")), pipe.mesh)
+    jitted = jax.jit(step, donate_argnames=("params", "state", "states"))
+    return _Checked(jitted, pipe, optimizer)
 
 
 class _Checked:
     """A jitted step that refuses what is not on its devices: with deleted arrays, XLA for several
-    CPU devices crashes."""
+    CPU devices crashes. Numbers that have been put into the state, such as a learning rate of
+    `optax.inject_hyperparams`, do not compile it again."""
 
-    def __init__(self, jitted: Any, mesh: Mesh) -> None:
-        self._jitted, self._mesh = jitted, mesh
+    def __init__(
+        self, jitted: Any, pipe: Assembly, optimizer: optax.GradientTransformation
+    ) -> None:
+        self._jitted, self._pipe, self._optimizer = jitted, pipe, optimizer
         functools.update_wrapper(self, jitted)
 
     def __call__(
@@ -263,7 +266,8 @@ class _Checked:
         states: States = None,
     ) -> Any:
         gone = deleted(params=params, state=state, states=states)
-        refuse([*gone, *elsewhere(self._mesh, batch=batch, rng=rng)])
+        refuse([*gone, *elsewhere(self._pipe.mesh, batch=batch, rng=rng)])
+        state = self._pipe.placed_optimizer(self._optimizer).placing.settled(state)
         return self._jitted(params, state, batch, rng, states)
 
     def __getattr__(self, name: str) -> Any:
