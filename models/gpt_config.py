@@ -93,7 +93,7 @@ class GPTConfig(validation.Validated):
       experts_per_token: number of experts that a token is sent to.
       expert_width: hidden size of an expert; None means that of the MLP.
       expert_every: layer n has experts if this divides n, counted from 1, and an MLP otherwise.
-      dense_layers: layers at the beginning that have an MLP in place of experts; None for none.
+      dense_layers: layers at the beginning that have an MLP in place of experts; None or 0: none.
       shared_width: hidden size of an MLP that sees every token beside the experts; None for none.
       shared_gate: multiply the shared MLP's output by a sigmoid of the token (Qwen2-MoE).
       router: function from the router's logits to scores: "softmax" over all experts, or "sigmoid".
@@ -183,8 +183,9 @@ class GPTConfig(validation.Validated):
     def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
         optional = ("num_kv_heads", "head_size", "mlp_width", "query_scalar", "window")
-        more = ("global_every", "rope_original_length", "dense_layers", "kv_rank", *_LATENT)
-        small = validation.small_counts(self, *counts, *optional, *more, *_EXPERT_COUNTS)
+        more = ("global_every", "rope_original_length", "kv_rank", *_LATENT)
+        dense = () if self.dense_layers == 0 else ("dense_layers",)
+        small = validation.small_counts(self, *counts, *optional, *more, *dense, *_EXPERT_COUNTS)
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(

@@ -97,8 +97,7 @@ def read_slot(arrays: Arrays, slot: Index, count: int, slot_dim: int) -> Arrays:
     """One slot of ``count`` that follow each other along a dimension."""
 
     def read(w: jax.Array) -> jax.Array:
-        size = w.shape[slot_dim] // count
-        return lax.dynamic_slice_in_dim(w, slot * size, size, slot_dim)
+        return lax.dynamic_index_in_dim(_in_slots(w, count, slot_dim), slot, slot_dim, False)
 
     return jax.tree.map(read, arrays)
 
@@ -107,9 +106,16 @@ def write_slot(arrays: Arrays, slot: Index, new: Arrays, slot_dim: int) -> Array
     """The arrays with another slot; `read_slot` reads it."""
 
     def write(w: jax.Array, n: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(w, n, slot * n.shape[slot_dim], slot_dim)
+        slots = _in_slots(w, w.shape[slot_dim] // max(n.shape[slot_dim], 1), slot_dim)
+        return lax.dynamic_update_index_in_dim(slots, n, slot, slot_dim).reshape(w.shape)
 
     return jax.tree.map(write, arrays, new)
+
+
+def _in_slots(w: jax.Array, count: int, slot_dim: int) -> jax.Array:
+    """The array with a dimension of ``count`` slots: int32 may not reach the start of the last."""
+    size = w.shape[slot_dim] // count
+    return w.reshape(*w.shape[:slot_dim], count, size, *w.shape[slot_dim + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)

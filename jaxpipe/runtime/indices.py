@@ -1,4 +1,7 @@
-"""Indices of arrays and of loops: int32, whatever integers JAX has by default."""
+"""Indices of arrays and of loops: int32, whatever integers JAX has by default.
+
+In flat arrays that are longer than int32 reaches, an index counts rows of `UNIT` elements.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +15,9 @@ from jaxpipe.runtime.types import Index
 
 Carry = TypeVar("Carry")
 
+LONGEST = 2**31 - 1
+UNIT = 1024
+
 
 def start_at(*indices: Index) -> tuple[jax.Array | np.int32, ...]:
     """The start of a dynamic slice, whose indices JAX wants in one dtype.
@@ -21,6 +27,16 @@ def start_at(*indices: Index) -> tuple[jax.Array | np.int32, ...]:
       ['int32', 'int32']
     """
     return tuple(np.int32(n) if isinstance(n, int) else jnp.asarray(n, jnp.int32) for n in indices)
+
+
+def unit_of(length: int) -> int:
+    """The elements that an index counts in a flat array of this length.
+
+    Example:
+      >>> unit_of(10**9), unit_of(10**10)
+      (1, 1024)
+    """
+    return 1 if length <= LONGEST else UNIT
 
 
 def repeat(count: int, body: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:

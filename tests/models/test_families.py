@@ -154,6 +154,7 @@ LATENT = {"kv_rank": 4, "rotary_size": 3, "value_size": 9, "qk_norm": True}
         (MIXTURE, {"balance_loss": -1.0}, "balance_loss=-1.0 must not be negative."),
         (MIXTURE, {"expert_groups": 3}, "expert_groups=3 must divide num_experts=4"),
         (MIXTURE, {"expert_groups": 4}, "experts_per_token=2 must be at most the experts of gr"),
+        (MIXTURE, {"dense_layers": -1}, "dense_layers=-1 must be at least 1"),
         (MIXTURE, {"dense_layers": 2}, "dense_layers=2 leaves none of num_layers"),
         (MIXTURE, {"num_experts": None}, "expert_width=6 has no effect without num_experts"),
     ],

@@ -2,8 +2,9 @@
 
 A buffer has slots; a slot holds the values of all layers of a chunk. If all layers are of one kind,
 every value has a buffer, ``[slots * layers, size]``. Layers of several kinds share one flat buffer
-per dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own. An inbox is
-the same with one activation per slot. Buffers are flat because loops that see natural shapes, or a
+per dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own; where int32
+does not reach its end, ``[slots, rows, 1024]``, in which a start is a row. An inbox is the
+same with one activation per slot. Buffers are flat because loops that see natural shapes, or a
 dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
 
 A TPU stores arrays in tiles of their last two dimensions, so that flattening one moves all of its
@@ -11,6 +12,7 @@ elements. There, values of layers of one kind keep their shapes, ``[slots * laye
 constraint gives a buffer the same layout in every loop.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxpipe.runtime.host import to_devices, to_host
-from jaxpipe.runtime.indices import start_at
+from jaxpipe.runtime.indices import start_at, unit_of
 from jaxpipe.runtime.types import Arrays, At, Index, Message
 from jaxpipe.schedule.lowering.table import NONE
 
@@ -34,6 +36,10 @@ class _Value(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     stored: tuple[int, ...]
+
+    @property
+    def padding(self) -> int:
+        return math.prod(self.stored) - math.prod(self.shape)
 
 
 class SharedBuffers:
@@ -65,20 +71,29 @@ class SharedBuffers:
             self._rows = layers.shape[2]
             return
         self._dtypes = list(dict.fromkeys(leaf.dtype for kind in kinds for leaf in kind))
+        unit = unit_of(max(self._arranged(kinds, layers, unit=1), default=0))
+        sizes = self._arranged(kinds, layers, unit=unit)
+        self._stored = [_shape(size, unit) for size in sizes]
+        self._rows = 1
+
+    def _arranged(
+        self, kinds: Sequence[Sequence[jax.ShapeDtypeStruct]], layers: np.ndarray, *, unit: int
+    ) -> list[int]:
+        """Gives values and layers their starts, in units; returns the sizes of the buffers."""
         self._values, sizes = [], []
         for kind in kinds:
             taken = [0] * len(self._dtypes)
             values = []
             for leaf in kind:
-                b = self._dtypes.index(leaf.dtype)
-                values.append(_Value(b, taken[b], leaf.shape, (leaf.size,)))
-                taken[b] += leaf.size
+                b, size = self._dtypes.index(leaf.dtype), -(-leaf.size // unit)
+                values.append(_Value(b, taken[b], leaf.shape, _shape(size, unit)))
+                taken[b] += size
             self._values.append(values)
             sizes.append(taken)
-        table = np.asarray([*sizes, [0] * len(self._dtypes)], np.int32)[layers]
-        self._starts = np.cumsum(table, axis=2, dtype=np.int32) - table
-        self._stored = [(size,) for size in table.sum(axis=2).max(axis=(0, 1)).tolist()]
-        self._rows = 1
+        table = np.asarray([*sizes, [0] * len(self._dtypes)])[layers]
+        self._starts = np.cumsum(table, axis=2) - table
+        found: list[int] = table.sum(axis=2).max(axis=(0, 1), initial=0).tolist()
+        return found
 
     def shapes(self, slots: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the buffers, each ``[slots * layers, ...]``."""
@@ -108,7 +123,9 @@ class SharedBuffers:
         for value in self._values[kind]:
             buffer, start = self._in_order(buffers[value.buffer]), self._index(value, slot, at)
             row = lax.dynamic_slice(buffer, start, (1, *value.stored))
-            values.append((to_devices(row) if self.on_host else row).reshape(value.shape))
+            row = to_devices(row) if self.on_host else row
+            row = row.reshape(-1)[: math.prod(value.shape)] if value.padding else row
+            values.append(row.reshape(value.shape))
         return values
 
     def write(
@@ -117,7 +134,8 @@ class SharedBuffers:
         """Writes a layer's values into their slot, in place, and returns the buffers."""
         buffers = list(buffers)
         for where, value in zip(self._values[kind], values, strict=True):
-            row = value.reshape(1, *where.stored)
+            row = jnp.pad(value.reshape(-1), (0, where.padding)) if where.padding else value
+            row = row.reshape(1, *where.stored)
             written = lax.dynamic_update_slice(
                 buffers[where.buffer],
                 to_host(row) if self.on_host else row,
@@ -136,8 +154,13 @@ class SharedBuffers:
         stage, chunk, layer = at
         if self._alike:
             return start_at(slot * self._rows + layer, *[0] * len(value.stored))
-        start = jnp.asarray(self._starts)[stage, chunk, layer, value.buffer]
-        return start_at(slot, start + value.offset)
+        start = jnp.asarray(self._starts, jnp.int32)[stage, chunk, layer, value.buffer]
+        return start_at(slot, start + value.offset, *[0] * (len(value.stored) - 1))
+
+
+def _shape(size: int, unit: int) -> tuple[int, ...]:
+    """The shape of so many units in a row."""
+    return (size,) if unit == 1 else (size, unit)
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -131,9 +132,11 @@ class Cut:
         masks = []
         for axes, dim in self.dims:
             size = self._size(axes, dim)
-            if size * lax.axis_size(axes) > self.shape[dim]:
-                at = lax.axis_index(axes) * size + jnp.arange(size, dtype=jnp.int32)
-                inside = at < self.shape[dim]
+            parts = lax.axis_size(axes)
+            if size * parts > self.shape[dim]:
+                ends = np.clip(self.shape[dim] - size * np.arange(parts), 0, size)
+                end = jnp.asarray(ends, jnp.int32)[lax.axis_index(axes)]
+                inside = jnp.arange(size, dtype=jnp.int32) < end
                 masks.append(
                     inside.reshape([-1 if d == dim else 1 for d in range(len(self.shape))])
                 )
@@ -162,7 +165,12 @@ class Flat(Cut):
         return Cut((math.prod(self.part_shape),), ((self.data, 0),) if self.data else ())
 
     def own(self, whole: jax.Array) -> jax.Array:
-        return self._shards.own(super().own(whole).reshape(-1))
+        flat = super().own(whole).reshape(-1)
+        if not self.data:
+            return flat
+        parts = lax.axis_size(self.data)
+        runs = jnp.pad(flat, (0, -flat.size % parts)).reshape(parts, -1)  # int32 counts the parts
+        return lax.dynamic_index_in_dim(runs, lax.axis_index(self.data), keepdims=False)
 
     def whole(self, part: jax.Array) -> jax.Array:
         return super().whole(self._shards.whole(part).reshape(self.part_shape))

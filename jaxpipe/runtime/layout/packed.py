@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxpipe.runtime.indices import unit_of
 from jaxpipe.runtime.layout.layer_layout import DeviceParts, LayerLayout
 from jaxpipe.runtime.layout.leaf import AxisSplit, Cut, DevicePart, Flat, Leaf, Share
 from jaxpipe.runtime.layout.splits import Splits
@@ -31,8 +32,8 @@ from jaxpipe.runtime.types import (
 
 
 class _Columns(NamedTuple):
-    """A place in packed arrays, by group: first column, number of columns, and how many of them are
-    its own; None where all are."""
+    """A place in packed arrays, by group: first column, in units, number of columns, and how many
+    units are its own; None where all are."""
 
     start: dict[str, Tree]
     width: dict[str, int]
@@ -61,22 +62,27 @@ class Packed(LayerLayout):
         self.canonical = jax.tree.map_with_path(splits.leaf, layers)
         leaves = {self.group_of(leaf): leaf for leaf in jax.tree.leaves(self.canonical)}
         self._groups = {g: leaves[g] for g in sorted(leaves)}
-        self._layer_columns = columns = [self._columns_of_layer(layer) for layer in self.canonical]
-        # rows holds -1, the last, where there is no layer.
-        columns_by_layer = {g: np.asarray([*(n[g] for n in columns), 0]) for g in self._groups}
-        columns_by_row = {g: n[rows] for g, n in columns_by_layer.items()}
-        self._start_in_chunk = {  # [stages, chunks, rows]
-            g: (np.cumsum(n, axis=2) - n).astype(np.int32) for g, n in columns_by_row.items()
-        }
-        self._chunk_columns = {g: n.sum(axis=2, dtype=np.int32) for g, n in columns_by_row.items()}
-        self._chunk_start = {  # [stages, chunks], as of `_chunk_columns`
-            g: np.cumsum(n, axis=1, dtype=np.int32) - n for g, n in self._chunk_columns.items()
-        }
-        self._widest_chunk = {g: int(n.max()) for g, n in self._chunk_columns.items()}
-        # A piece is as wide as the widest chunk, and must not reach past the end.
-        total = {g: int(n.max()) + self._widest_chunk[g] for g, n in self._chunk_start.items()}
+        self._unit = unit_of(max(self._arranged(unit=1).values(), default=0))
+        self.placed = self._leaves(self._arranged(unit=self._unit))
         self.piece = self._leaves(self._widest_chunk)
-        self.placed = self._leaves(total)
+
+    def _arranged(self, *, unit: int) -> dict[str, int]:
+        """Gives layers their starts, in units of so many columns; returns a stage's columns."""
+        self._layer_columns = columns = [
+            {g: -(-n // unit) * unit for g, n in self._columns_of_layer(layer).items()}
+            for layer in self.canonical
+        ]
+        # rows holds -1, the last, where there is no layer.
+        by_layer = {g: np.asarray([*(n[g] for n in columns), 0]) // unit for g in self._groups}
+        by_row = {g: n[self.rows] for g, n in by_layer.items()}
+        # [stages, chunks, rows], then [stages, chunks]
+        self._start_in_chunk = {g: np.cumsum(n, axis=2) - n for g, n in by_row.items()}
+        self._chunk_units = {g: n.sum(axis=2) for g, n in by_row.items()}
+        self._chunk_start = {g: np.cumsum(n, axis=1) - n for g, n in self._chunk_units.items()}
+        widest = {g: int(n.max()) for g, n in self._chunk_units.items()}
+        self._widest_chunk = {g: n * unit for g, n in widest.items()}
+        # A piece is as wide as the widest chunk, and must not reach past the end.
+        return {g: (int(n.max()) + widest[g]) * unit for g, n in self._chunk_start.items()}
 
     @staticmethod
     def _moves(split: AxisSplit) -> bool:
@@ -105,34 +111,45 @@ class Packed(LayerLayout):
     def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Columns:
         chunk_start = self._starts(at, slot)
         width = {g: n for g, n in self._layer_columns[example].items() if n}
-        start = {g: chunk_start[g] + jnp.asarray(self._start_in_chunk[g])[at] for g in width}
+        start = {g: chunk_start[g] + _int32(self._start_in_chunk[g])[at] for g in width}
         return _Columns(start, width)
 
     def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Columns:
         assert share is None  # pieces move as a whole
         valid = None
         if slot is None:
-            valid = {g: jnp.asarray(n)[at[:2]] for g, n in self._chunk_columns.items()}
+            valid = {g: _int32(n)[at[:2]] for g, n in self._chunk_units.items()}
         return _Columns(self._starts(at, slot), self._widest_chunk, valid)
 
     def _starts(self, at: At, slot: Index) -> dict[str, Tree]:
         if slot is None:
-            return {g: jnp.asarray(n)[at[:2]] for g, n in self._chunk_start.items()}
-        return {g: slot * n for g, n in self._widest_chunk.items()}
+            return {g: _int32(n)[at[:2]] for g, n in self._chunk_start.items()}
+        return {g: slot * (n // self._unit) for g, n in self._widest_chunk.items()}
 
     def read(self, arrays: Arrays, place: _Columns) -> Stored:
-        return {
-            g: lax.dynamic_slice_in_dim(arrays[g], place.start[g], n, axis=1)
-            for g, n in place.width.items()
-        }
+        def read(g: str, width: int) -> jax.Array:
+            units = self._in_units(arrays[g])
+            found = lax.dynamic_slice_in_dim(units, place.start[g], width // self._unit, axis=1)
+            return found.reshape(-1, width)
+
+        return {g: read(g, n) for g, n in place.width.items()}
+
+    def _in_units(self, columns: jax.Array) -> jax.Array:
+        """Columns ``[data, columns]`` with the dimension in which starts count."""
+        if self._unit == 1:
+            return columns
+        return columns.reshape(len(columns), -1, self._unit)
 
     def write(self, arrays: Arrays, place: _Columns, values: Stored) -> Arrays:
         def write(g: str, new: jax.Array) -> jax.Array:
+            new, old = self._in_units(new), self._in_units(arrays[g])
             if place.valid is not None:
                 # Columns behind a narrower chunk belong to the next one.
-                is_own = jnp.arange(place.width[g], dtype=jnp.int32) < place.valid[g]
-                new = jnp.where(is_own, new, self.read(arrays, place)[g])
-            return lax.dynamic_update_slice_in_dim(arrays[g], new, place.start[g], axis=1)
+                number = lax.broadcasted_iota(jnp.int32, new.shape, 1)
+                kept = self._in_units(self.read(arrays, place)[g])
+                new = jnp.where(number < place.valid[g], new, kept)
+            written = lax.dynamic_update_slice_in_dim(old, new, place.start[g], axis=1)
+            return written.reshape(arrays[g].shape)
 
         return arrays | {g: write(g, values[g]) for g in place.width}
 
@@ -154,7 +171,13 @@ class Packed(LayerLayout):
         by_group: dict[str, list[jax.Array]] = {g: [] for g in self.leaves_of(example)}
         for leaf, w in zip(jax.tree.leaves(self.canonical[example]), arrays, strict=True):
             by_group[self.group_of(leaf)].append(w)
-        return {g: jnp.concatenate(columns, axis=1) for g, columns in by_group.items()}
+        room = {
+            g: n - sum(w.shape[1] for w in by_group[g])
+            for g, n in self._layer_columns[example].items()
+            if n
+        }
+        joined = {g: jnp.concatenate(columns, axis=1) for g, columns in by_group.items()}
+        return {g: jnp.pad(w, ((0, 0), (0, room[g]))) if room[g] else w for g, w in joined.items()}
 
     def _cuts(self, example: int, axes: Axes, *, sharded: bool) -> list[Cut]:
         """The cuts of a layer's arrays, in the order of its tree."""
@@ -201,6 +224,10 @@ class Packed(LayerLayout):
         arrays = zip(self._arrays(stored, example), shapes, strict=True)
         values = [w.reshape(-1)[: math.prod(shape)].reshape(shape) for w, shape in arrays]
         return jax.tree.unflatten(structure, values)
+
+
+def _int32(table: np.ndarray) -> jax.Array:
+    return jnp.asarray(table, jnp.int32)
 
 
 def _columns_of(leaf: Leaf) -> int:

@@ -1,4 +1,5 @@
-"""Under ``jax_enable_x64`` indices stay int32, and parameters in float64 train in it."""
+"""Indices are int32: under ``jax_enable_x64``, in which parameters in float64 train in it, and in
+arrays whose ends int32 does not reach."""
 
 import asynchronous_toy
 import jax
@@ -11,7 +12,8 @@ from asynchronous_reference import Settings
 from compilations import refusal
 
 import jaxpipe
-from jaxpipe.runtime import assembly
+from jaxpipe.runtime import assembly, indices
+from jaxpipe.runtime.measure import buffers
 from jaxpipe.testing import assert_matches_unpipelined
 
 INDEXED = {"dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-add"}
@@ -91,19 +93,67 @@ def test_float64_parameters_train_in_float64(name, schedule, sizes, options):
 
 
 @pytest.mark.pipeline
-def test_asynchronous_pipelines_train_in_float64():
-    """The same run in float32 differs by rounding alone."""
+def test_asynchronous_pipelines_train_in_float64_with_weights_of_any_length(monkeypatch):
+    """The same run in float32, of arrays that int32 reaches, differs by rounding alone."""
     settings = Settings(2, 2, "pipemare", "momentum", 6, 0.135, recompute_segment=2)
     start = asynchronous_toy.params(layers=3, differ=True)
     batches = asynchronous_toy.minibatches(4, 4)
     narrow = asynchronous_toy.pipeline(settings, start)
     expected, end, _ = asynchronous_toy.train(settings, narrow, start, batches)
+    counting_rows(monkeypatch)
     with jax.enable_x64(True):
         exact = asynchronous_toy.pipeline(settings, wide(start))
         found, last, _ = asynchronous_toy.train(settings, exact, wide(start), wide(batches))
         assert {w.dtype for w in jax.tree.leaves(last)} == {np.dtype("float64")}
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), last, end)
+
+
+def counting_rows(monkeypatch):
+    """Has indices count rows of 8 elements, as if int32 ended at 30."""
+    monkeypatch.setattr(indices, "LONGEST", 30)
+    monkeypatch.setattr(indices, "UNIT", 8)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("name", "schedule", "options"),
+    [
+        ("uneven", "interleaved", {"zero": 3}),
+        pytest.param("adapted tuple", "zb-v", {"zero": 1, "keyed": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_results_are_the_same_where_indices_count_rows(name, schedule, options, monkeypatch):
+    counting_rows(monkeypatch)
+    pipe = toys.check(name, schedule, {"stage": 2, "data": 2}, **options)
+    kept = buffers(pipe, toys.named(name).batch(16))
+    assert {leaf.shape[2:] for leaf in kept["until_b"]} == {(8,)}
+
+
+def test_buffers_and_weights_that_int32_does_not_reach_are_traced():
+    """Each microbatch's activation has 2**31 elements, and each stage's weights have more."""
+    size = jax.ShapeDtypeStruct((2**28,), "float32")
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=(
+            lambda w, x, batch, rng: jnp.tanh(x * w["one"]),
+            lambda w, x, batch, rng: x + jnp.sin(x * w["two"] * w["three"].sum(0)),
+        )
+        * 2,
+        head_loss=lambda outer, x, batch, rng: x.mean(),
+    )
+    wide = jax.ShapeDtypeStruct((2**3, 2**28), "float32")
+    params = {"embed": {}, "layers": ({"one": size}, {"two": size, "three": wide}) * 2, "head": {}}
+    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
+    sgd, batch = optax.sgd(0.1), {"x": jax.ShapeDtypeStruct((32, 2**28), "float32")}
+    state, step = pipe.optimizer_placing(sgd).placed, pipe.train_step(sgd)
+    loss, placed, _ = jax.eval_shape(step, pipe.placed_params, state, batch)
+    assert loss.shape == ()
+    (weights,) = jax.tree.leaves(placed["layers"])
+    assert weights.shape[-1] > indices.LONGEST
+    (kept,) = buffers(pipe, batch)["until_b"]
+    assert kept.shape[1] * kept.shape[2] > indices.LONGEST
+    assert max(kept.shape) < 2**31
 
 
 def test_complex_activations_are_refused_with_a_tree_of_two_parts_as_the_remedy():
