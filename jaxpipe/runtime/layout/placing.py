@@ -102,8 +102,8 @@ class Placing:
             return tree  # which is refused where it is compared
 
         def settle(leaf: Any, expected: jax.ShapeDtypeStruct) -> Any:
-            is_array = isinstance(leaf, jax.Array)
-            if isinstance(leaf, jax.core.Tracer) or (is_array and _is_settled(leaf)):
+            is_abstract = isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
+            if is_abstract or (isinstance(leaf, jax.Array) and _is_settled(leaf)):
                 return leaf
             fits = not mismatches("leaf", leaf, expected, dtypes=not isinstance(leaf, int))
             return _put(np.asarray(leaf, expected.dtype), expected.sharding) if fits else leaf
