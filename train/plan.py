@@ -177,6 +177,10 @@ class Planned:
     def _params(self) -> Any:
         return jax.eval_shape(self.task.init, jax.random.key(0))
 
+    @cached_property
+    def _states(self) -> Any:
+        return jax.eval_shape(self.task.init_states)
+
     @property
     def _compute_bytes(self) -> int:
         """Bytes of a weight when layers read it: they cast to the model's dtype."""
@@ -228,7 +232,7 @@ class Planned:
             mesh=make_mesh(**axes),
             remat=remat,
             fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
-            states=jax.eval_shape(task.init_states),
+            states=self._states,
         )
 
     @property
