@@ -122,7 +122,7 @@ class SteadyRows:
         return Cell(
             layers=self.xp.where(self._runs(g), layers, 0),
             chunk=zero,
-            microbatch=g,
+            microbatch=self._if_runs(g, g),
             inbox=zero,
             until_b=slot,
             until_w=slot,

@@ -185,7 +185,7 @@ def _average_states(
         return states, states
 
     cell = row.cells[Kind.F]
-    ends = (cell.layers > 0) & steady.updates(cell.microbatch)
+    ends = cell.runs & steady.updates(cell.microbatch)
     states, averaged = run_if(ends, body, (carried.states, averaged))
     return carried.but(states=states), averaged
 

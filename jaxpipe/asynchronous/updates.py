@@ -278,7 +278,7 @@ class Updated(GradientSink):
         given = carried.but(weights=None, finished=None, states=states, messages={"x": message})
         work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
         after = run_layers(work, given)
-        runs = cells[Kind.F].layers > 0
+        runs = cells[Kind.F].runs
         slot = jnp.where(begins & runs, slots[Kind.F], NONE)
         inbox = at_slot(after.inboxes["x"], cells[Kind.F].inbox)
         new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": after.messages["x"]}

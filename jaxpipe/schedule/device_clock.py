@@ -59,7 +59,7 @@ def device_clock(
     virtual_stages, begins = schedule.placement.virtual_stages, starts[:-1]
     for kind, cell in table.passes.items():
         ends = begins + work[kind]
-        for tick, stage in np.argwhere(cell.layers > 0).tolist():
+        for tick, stage in np.argwhere(cell.runs).tolist():
             at = tick, stage
             action = Action(virtual_stages[stage][cell.chunk[at]], kind, int(cell.microbatch[at]))
             parts[stage].append(TimedAction(action, float(begins[at]), float(ends[at]), tick=tick))
@@ -134,7 +134,7 @@ def work_of(table: TickTable, costs: Sequence[Costs]) -> dict[Kind, np.ndarray]:
         if (slices := table.schedule.num_slices) > 1:
             for s, cost in enumerate(costs):
                 work += (held == s) * cost.more(kind, cell.microbatch, slices)
-        work *= cell.layers > 0
+        work *= cell.runs
         return work
 
     return {kind: of_kind(kind, cell) for kind, cell in table.passes.items()}

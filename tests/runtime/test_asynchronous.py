@@ -12,7 +12,16 @@ import pytest
 import toys
 from asynchronous_reference import Settings
 from asynchronous_reference import train as reference
-from asynchronous_toy import WIDTH, minibatches, model, params, pipeline, states, train
+from asynchronous_toy import (
+    WIDTH,
+    minibatches,
+    model,
+    params,
+    pipeline,
+    states,
+    synchronous_step,
+    train,
+)
 from compilations import AS_USED, refusal
 
 import jaxpipe
@@ -126,6 +135,21 @@ def test_it_trains_as_the_reference(name):
 def test_it_trains_as_the_reference_everywhere():
     for case in MANY:
         check(case)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("counts", [(0, 2, 3), pytest.param((3, 0, 2), marks=pytest.mark.slow)])
+def test_a_stage_without_layers_keeps_what_its_segment_recomputes_from(counts):
+    """No weights are late for the first minibatch."""
+    settings, start = Settings(3, 5, "2bw", "sgd", recompute_segment=2), params(layers=5)
+    (batch,) = minibatches(1, 10)
+    training = pipeline(settings, start, layer_counts=counts)
+    got, end, _ = train(settings, training, start, [batch])
+    placed = training.pipe.place(start)
+    state = training.optimizer.init(placed)
+    want, _, loss = jax.jit(functools.partial(synchronous_step, training))(placed, state, batch)
+    np.testing.assert_allclose(got, [loss], rtol=1e-5)
+    chex.assert_trees_all_close(end, training.pipe.unplace(want), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("segment", "reads"), [(None, True), (2, False), (2, True)])

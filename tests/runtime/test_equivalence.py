@@ -12,7 +12,7 @@ import jax
 import optax
 import pytest
 import toys
-from covering import covering
+from covering import covering, some
 
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.checks import num_layers
@@ -92,6 +92,29 @@ def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, opt
     assert pipe.table.together == (name in together)
     if name == "ends":
         no_stage_keeps_a_whole_table(pipe)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("name", "schedule", "sizes", "options"),
+    some(
+        [
+            ("untied", "interleaved", {"stage": 2}, {"layer_counts": (0, 5, 4, 0), "zero": 3}),
+            ("ends", "1f1b-fused", {"stage": 3, "data": 2}, {"layer_counts": (4, 0, 5)}),
+            ("uneven", "1f1b", {"stage": 3}, {"layer_counts": (0, 8, 0), "remat": "full"}),
+            ("tied", "zb-v", {"stage": 2}, {"layer_counts": (0, 0, 9, 0), "zero": 2}),
+            (
+                "split",
+                "dualpipe-v-published",
+                {"stage": 2},
+                {"layer_counts": (2, 0, 1, 1), "microbatches": 6, "pair_layers": True},
+            ),
+        ],
+        ("untied", "interleaved", {"stage": 2}, {"layer_counts": (0, 5, 4, 0), "zero": 3}),
+    ),
+)
+def test_a_virtual_stage_without_layers_hands_its_messages_on(name, schedule, sizes, options):
+    toys.check(name, schedule, sizes, **options)
 
 
 def no_stage_keeps_a_whole_table(pipe) -> None:

@@ -41,7 +41,7 @@ def test_every_action_finds_its_layers_residuals_and_weights_and_every_gradient_
             microbatches = 2 * stages  # not every schedule of many chunks takes any number
         schedule = catalog.build(name, stages=stages, microbatches=microbatches, **options)
         virtual = schedule.placement.num_virtual_stages
-        table = lower(schedule, [1 + s % 3 for s in range(virtual)], **moving)
+        table = lower(schedule, [s % 3 for s in range(virtual)], **moving)
         for stage in range(stages):
             replay_residuals(table, stage)
             replay_weights(table, stage)
@@ -51,7 +51,7 @@ def test_every_action_finds_its_layers_residuals_and_weights_and_every_gradient_
 def actions(table: TickTable, stage: int):
     """The cells of a stage in the order of their execution: tick, kind, work, and slots."""
     for tick, (kind, cell) in itertools.product(range(table.num_ticks), table.passes.items()):
-        if cell.layers[tick, stage]:
+        if cell.runs[tick, stage]:
             slots = {
                 name: int(column[tick, stage])
                 for name, column in vars(cell).items()

@@ -75,6 +75,14 @@ def test_a_measured_step_gives_the_loss_and_gradients_of_any_other():
     assert "callback" not in str(jax.make_jaxpr(pipe.value_and_grad)(placed, batch))
 
 
+def test_a_stage_without_layers_has_its_actions_on_the_timeline():
+    toy = toys.named("ends")
+    pipe = toys.pipeline("ends", "1f1b", layer_counts=(9, 0), microbatches=2)
+    measured = measure.timeline(pipe, pipe.place(toy.params), toy.batch(4))
+    actions = [[timed.action for timed in row] for row in measured.rows]
+    assert actions == [list(order) for order in measured.schedule.orders]
+
+
 def test_predicted_and_measured_are_drawn_beside_each_other():
     _, measured = sleeping("1f1b", p=2, m=2, layers=1)
     free, device = timelines(measured.schedule, measured.costs)

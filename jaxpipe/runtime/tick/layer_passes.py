@@ -69,7 +69,7 @@ def run_cells(
     if fixed.setup.options.poison:
         for action, work in works.items():
             if name := INBOX.get(action):
-                message = [jnp.where(work.cell.layers > 0, w, jnp.nan) for w in messages[name]]
+                message = [jnp.where(work.cell.runs, w, jnp.nan) for w in messages[name]]
                 messages = messages | {name: message}
     outputs = {kind: messages[INBOX[kind]] for kind in (Kind.F, Kind.B) if INBOX[kind] in messages}
     return carried.but(messages={}, **passed), outputs
@@ -128,7 +128,7 @@ def _overlapped(works: dict[Kind, Work], kind: Kind) -> Work:
         return works[Kind.BW]
     b, w = works[Kind.B], works[Kind.W].cell
     if kind is Kind.B:
-        layers = jnp.where(w.layers > 0, 0, b.cell.layers)
+        layers = jnp.where(w.runs, 0, b.cell.layers)
         return dataclasses.replace(b, cell=dataclasses.replace(b.cell, layers=layers))
     cell = dataclasses.replace(
         b.cell,

@@ -60,4 +60,4 @@ class Stamps:
             came: Index = io_callback(note, jax.ShapeDtypeStruct((), jnp.int32), told)
             return came
 
-        return run_if(cell.layers > 0, call, jnp.zeros((), jnp.int32))
+        return run_if(cell.runs, call, jnp.zeros((), jnp.int32))

@@ -303,7 +303,8 @@ class Lowering:
         values |= {name: slots[name][place] for name in carries}
         fields = {}
         for name, value in values.items():
-            fields[name] = np.zeros((self.num_ticks, self.schedule.num_stages), np.int32)
+            empty = NONE if name == "microbatch" else 0
+            fields[name] = np.full((self.num_ticks, self.schedule.num_stages), empty, np.int32)
             fields[name][columns.tick[selected], columns.stage[selected]] = value
         return Cell(**fields)
 

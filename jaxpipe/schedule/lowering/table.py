@@ -25,12 +25,13 @@ takes time to compile. Shares by schedule are in docs/design/001-executor.md."""
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The action of one kind that one stage runs in one tick; none where ``layers`` is 0.
+    """The action of one kind that one stage runs in one tick.
 
     In a table, every field is a column, int32 ``[ticks, stages]``.
 
     Args:
-      layers: number of layers of the chunk.
+      layers: number of layers of the chunk, which may be empty; 0 without an action.
+      microbatch: `NONE` without an action.
       inbox: slot of the input (x for F, the cotangent for B and BW).
       until_b: slot of the residuals that only B reads.
       until_w: slot of the residuals that W reads.
@@ -52,6 +53,11 @@ class Cell:
     gradient: Integer
     carry: Integer = None
     carry_gradient: Integer = None
+
+    @property
+    def runs(self) -> Any:
+        """Whether there is an action, which hands its message on even without layers."""
+        return self.microbatch != NONE
 
 
 class Arrival(NamedTuple):
@@ -278,7 +284,7 @@ class TickTable:
             if kind not in (Kind.B, Kind.BW):
                 continue
             for place in map(tuple, np.argwhere((forward.layers > 0) & (backward.layers > 0))):
-                fused = Kind.W not in self.passes or self.passes[Kind.W].layers[place]
+                fused = Kind.W not in self.passes or self.passes[Kind.W].runs[place]
                 chunks = _chunk(backward, place), _chunk(forward, place)
                 pairs.setdefault(Kind.BW if fused else Kind.B, set()).add(chunks)
         return pairs
@@ -334,7 +340,7 @@ class TickTable:
     def _directions(self) -> tuple[np.ndarray, np.ndarray]:
         """Marks the ticks whose bodies run forwards, and backwards, each bool ``[ticks]``."""
         used = [
-            *((kind, (cell.layers > 0).any(axis=1)) for kind, cell in self.passes.items()),
+            *((kind, cell.runs.any(axis=1)) for kind, cell in self.passes.items()),
             *(
                 (c.kind, ((c.slot != NONE) | (c.late_slot != NONE)).any(axis=1))
                 for c in self.channels
