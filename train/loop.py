@@ -188,7 +188,7 @@ def headline(setup: Setup) -> str:
         f"{config.mesh.data} data shards{replicas}{expert}{shared} ({device.device_kind}, "
         f"{jax.process_count()} processes); "
         f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "
-        f"remat {setup.pipe.options.remat}, ZeRO-{config.pipeline.zero}"
+        f"remat {setup.pipe.options.remat}, ZeRO-{setup.pipe.options.zero}"
     )
 
 

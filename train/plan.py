@@ -156,7 +156,7 @@ class Planned:
 
         def allowed(plan: Plan) -> bool:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor, plan.expert
-            zero = config.pipeline.zero if shape.data > 1 else 0
+            zero = plan.level(config.pipeline.zero)
             fewer = min(slots, plan.chunks) if zero >= 2 else 1
             enough = plan.microbatches > 1 or not config.train.noise_every
             return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
+from jaxpipe.runtime.zero import zero_level
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import Lowering
 from jaxpipe.schedule.lowering.table import TickTable
@@ -150,6 +151,10 @@ class Plan(NamedTuple):
     def parts(self) -> int:
         """Number of parts into which ZeRO splits what it shards."""
         return self.data // self.replica
+
+    def level(self, asked: int) -> int:
+        """The level of ZeRO that runs on this mesh where another may be asked for."""
+        return zero_level(asked, self.parts)
 
 
 class Links(NamedTuple):
@@ -489,7 +494,7 @@ def _families(
     per_stage = -(-model.num_layers // stage)
     weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
     near = max(1, cluster.per_host // (context * tensor))
-    replicated = data > near and data % near == near % expert == 0
+    replicated = data > near > 1 and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
     ends = who_computes_ends(model, Variant(context, tensor, remat, expert, slices), stage)
     for name, searched in SCHEDULES.items():

@@ -19,6 +19,7 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, chosen_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import Axes, transfers_overlap
+from jaxpipe.runtime.zero import zero_level
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import Problem
 
@@ -82,7 +83,7 @@ class Options:
     def on(self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule) -> Options:
         """Returns the options with those that depend on the mesh decided."""
         remat = chosen_remat(self.remat, mesh.devices.flat[0].platform)
-        zero = self.zero if axes.num_parts(mesh) > 1 else 0
+        zero = zero_level(self.zero, axes.num_parts(mesh))
         pairs = self.pair_layers
         if pairs is None:
             communicates = model.uses_axes and transfers_overlap(mesh)

@@ -99,6 +99,7 @@ def test_what_a_family_needs_at_least_is_never_more_than_its_plans_do(model):
     on_host = plans.on_host(model, cluster)
     every = list(plans.families(model, cluster, (64,), Counter(), on_host=on_host))
     assert {family[0].plan.replica for family in every} == {1, 2, 4}
+    assert all(one.plan.zero == one.plan.level(one.plan.zero) for family in every for one in family)
     for family in every[::5]:
         seconds = cost.least_of_family(family[0])
         memory = min(map(cost.least_bytes, plans.leanest(family)))
@@ -232,6 +233,7 @@ MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "-
         ([], {}),
         (["--on-host", "state,residuals"], {"on_host": Offload(state=True, residuals=True)}),
         (["--replica", "2"], {"replica": 2}),
+        (["--replica", "4", "--context", "2"], {"replica": 4, "context": 2, "zero": 0}),
         (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
     ],
 )

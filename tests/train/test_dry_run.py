@@ -163,6 +163,13 @@ def test_devices_share_layers_along_the_axes_that_are_asked_for(setup):
     assert "2 stages x 1 data shards x 2 context devices x 2 tensor devices" in headline(shared)
 
 
+@pytest.mark.parametrize(("data", "replica", "level"), [(2, 1, 3), (1, 1, 0), (2, 2, 0)])
+def test_the_level_of_zero_is_announced_that_runs(data, replica, level):
+    mesh = {"stage": 2, "data": data, "replica": replica}
+    made = Setup(config(mesh=mesh, pipeline={"zero": 3}))
+    assert headline(made).endswith(f"ZeRO-{level}")
+
+
 def test_parameters_are_counted_by_chunk_and_device(setup):
     said = shown(dry_run.show_parameters, setup)
     layers = jax.eval_shape(setup.task.init, jax.random.key(0))["layers"]
