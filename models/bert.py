@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import Model, vocabulary
+from jaxpipe import Model, Weighted, vocabulary
 from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional, stack
 from models import validation
@@ -178,9 +178,8 @@ def model(
     - ``next_sentence`` [rows], with ``config.next_sentence``: 0 if the second segment follows the
       first, else 1.
 
-    The loss is the mean over the tokens to predict of this microbatch's rows on this data shard,
-    plus the mean of the next-sentence loss over the rows. It is therefore the mean over the whole
-    batch only if every microbatch has the same number of tokens to predict.
+    The loss is the mean over the tokens to predict of the whole batch, plus the mean over its rows
+    of the next-sentence loss, in which microbatches weigh as much as their tokens to predict.
 
     Args:
       config: the model's shape.
@@ -294,6 +293,7 @@ def _transform(config, outer, x):
 
 def _loss(config, outer, x, microbatch, sharing, **over):
     targets = microbatch["targets"]
+    num_targets = (targets >= 0).sum(dtype=jnp.float32)
     loss = vocabulary.cross_entropy(
         _transform(config, outer, x),
         outer["embed"]["table"],
@@ -304,12 +304,12 @@ def _loss(config, outer, x, microbatch, sharing, **over):
         **over,
     )
     if not config.next_sentence:
-        return loss
+        return Weighted(loss * num_targets, num_targets)
     first_BE = sharing.tensor.gather(x[:, :1])[:, 0]
     losses = optax.softmax_cross_entropy_with_integer_labels(
         _next_sentence(config, outer, first_BE), microbatch["next_sentence"]
     )
-    return loss + losses.mean()
+    return Weighted((loss + losses.mean()) * num_targets, num_targets)
 
 
 def _next_sentence(config, outer, x_BE):

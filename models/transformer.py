@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import Model, vocabulary
+from jaxpipe import Model, Weighted, vocabulary
 from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional
 from models import validation
@@ -211,8 +211,7 @@ def model(
     with ``pad_id`` at the end; targets are ``begin_id``, tokens, ``end_id``. The decoder reads
     ``target[:, :-1]`` and predicts ``target[:, 1:]``.
 
-    The loss is the mean over the tokens to predict of this microbatch's rows on this data shard. It
-    is therefore the mean over the whole batch only if every microbatch has the same number of them.
+    The loss is the mean over the tokens to predict of the whole batch.
 
     Args:
       config: the model's shape.
@@ -315,15 +314,18 @@ def scores(outer: PyTree, x: jax.Array) -> jax.Array:
 
 
 def _loss(config, outer, x_BTE, targets_BT, **over):
-    return vocabulary.cross_entropy(
+    is_token_BT = targets_BT != config.pad_id
+    num_tokens = is_token_BT.sum(dtype=jnp.float32)
+    mean = vocabulary.cross_entropy(
         x_BTE,
         outer["embed"]["table"],
         targets_BT,
         vocab_size=config.vocab_size,
-        weights=targets_BT != config.pad_id,
+        weights=is_token_BT,
         label_smoothing=config.label_smoothing,
         **over,
     )
+    return Weighted(mean * num_tokens, num_tokens)
 
 
 def _embed(config, outer, tokens_BT, rng, sharing, *, name, **over):

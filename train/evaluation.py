@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from jaxpipe import Sum, Weighted
 from train import distributed, initial
 from train.config import Config
 from train.data.stream import Examples, heldout_batches
@@ -16,7 +17,7 @@ from train.step import Setup, TrainState
 
 
 def run(config: Config) -> None:
-    """Prints the means over ``train.eval_batches`` held-out batches; writes nothing.
+    """Prints loss and metrics of ``train.eval_batches`` held-out batches; writes nothing.
 
     Args:
       config: a checked configuration, whose ``init_from`` names the weights; jax already has the
@@ -47,12 +48,17 @@ def means(setup: Setup, state: TrainState, heldout: Examples, num_batches: int) 
       num_batches: number of batches, spread over all examples.
 
     Returns:
-      Loss and metrics: the means over the batches, in float64.
+      Loss and metrics of all their rows, whatever the batches; in float64.
     """
     sharding, size = setup.pipe.batch_sharding, setup.config.train.batch_size
     rows = distributed.local_rows(sharding, size)
     batches = heldout_batches(heldout, batch_size=size, num_batches=num_batches, rows=rows)
-    values = [
+    totals = [
         setup.evaluate(state, distributed.global_batch(batch, sharding, size)) for batch in batches
     ]
-    return jax.tree.map(lambda *all_: np.mean(np.asarray(all_, np.float64), axis=0), *values)
+    sums = jax.tree.map(lambda *all_: np.sum(np.asarray(all_, np.float64), axis=0), *totals)
+    return jax.tree.map(
+        lambda node: node.mean if isinstance(node, Weighted) else node.value,
+        sums,
+        is_leaf=lambda node: isinstance(node, (Weighted, Sum)),
+    )

@@ -380,14 +380,15 @@ class Setup:
 
     @cached_property
     def evaluate(self):
-        """The compiled ``(state, batch) -> values``: the same pipeline, forward only, no dropout.
+        """The compiled ``(state, batch) -> totals``: the same pipeline, forward only, no dropout.
 
-        Values are "loss", and "metrics" if the task's loss has any.
+        They are those of `jaxpipe.Pipeline.totals`: "loss", and "metrics" if the task's loss has
+        any.
         """
         pipe = self._pipeline(self.schedule, self.layer_counts, train=False)
 
         def evaluate(state, batch):
-            return named(pipe.loss(state.params, batch, states=state.layers), None)[0]
+            return named(pipe.totals(state.params, batch, states=state.layers), None)[0]
 
         return jax.jit(evaluate).lower(self.state_shapes, self.batch_shapes).compile()
 

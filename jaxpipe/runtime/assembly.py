@@ -159,13 +159,15 @@ class Assembly:
         arguments are placed parameters, batch, key and states.
 
         Args:
-          result: "train" for gradients, too; "loss" alone; or "outputs".
+          result: "train" for gradients, too; "loss" alone; its "totals"; or "outputs".
           inputs: numbers of the batch's arrays whose gradients are wanted.
           stamps: where to note when layers run.
         """
-        outputs = result == "outputs"
+        outputs, totals = result == "outputs", result == "totals"
         setup = self.setup(self.table if result == "train" else self.forward_table)
-        setup = dataclasses.replace(setup, outputs=outputs, inputs=inputs, stamps=stamps)
+        setup = dataclasses.replace(
+            setup, outputs=outputs, totals=totals, inputs=inputs, stamps=stamps
+        )
 
         def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:
             rows = split_rows(batch, self.schedule.num_microbatches, self.schedule.num_slices)

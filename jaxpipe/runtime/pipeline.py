@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.assembly import NO_STATES, Assembly, refusing_derivatives
 from jaxpipe.runtime.filters import Filter
-from jaxpipe.runtime.layers.losses import with_aux
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.placing import Placing
@@ -55,6 +55,7 @@ _OUTPUTS = (
     "Pipeline.outputs was differentiated; it only runs forward. Compute what needs a gradient in "
     "`Model.head_loss`, and differentiate `Pipeline.loss`."
 )
+_TOTALS = "Pipeline.totals was differentiated; it only runs forward. Differentiate `Pipeline.loss`."
 
 MICROBATCHES_PER_STAGE = 2
 """By default. Every built-in schedule takes this many, and 1F1B's bubble ratio is below a third."""
@@ -409,7 +410,7 @@ class Pipeline(Assembly):
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         step = self.run_step(placed, batch, rng, states)
-        return with_aux(step.value, step.states), step.gradients
+        return losses.with_aux(step.value, step.states), step.gradients
 
     def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
         """Computes the loss, or ``(loss, metrics)``, from the schedule's forwards alone.
@@ -419,6 +420,34 @@ class Pipeline(Assembly):
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         return _loss(self, placed, batch, rng, states)
+
+    def totals(
+        self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
+    ) -> Tree:
+        """Computes the loss, or ``(loss, metrics)``, of a batch as a part of several batches.
+
+        Arguments as for `value_and_grad`.
+
+        Returns:
+          What `loss` returns, with a `Weighted` or a `Sum` in place of every value: totals and
+          weights of all microbatches and data shards. A mean without weights weighs as much as the
+          batch has rows; what layers add to the loss counts with the loss's weight. Added up over
+          batches, ``loss.mean`` does not depend on how their rows were divided. Devices along a
+          model axis all count.
+
+        Raises:
+          ValueError: as of `value_and_grad`.
+
+        Example:
+          >>> evaluate = jax.jit(pipe.totals)  # doctest: +SKIP
+          >>> found = [evaluate(placed, batch) for batch in heldout]  # doctest: +SKIP
+          >>> loss, metrics = jax.tree.map(lambda *w: sum(w), *found)  # doctest: +SKIP
+          >>> print(loss.mean, metrics["accuracy"].mean)  # doctest: +SKIP
+        """
+        self.check("placed", placed, batch, states, checks.key(rng))
+        run = refusing_derivatives(self.program("totals"), _TOTALS)
+        num_rows = jax.tree.leaves(batch)[0].shape[0]
+        return losses.totals(run(placed, batch, rng, states).value, num_rows)
 
     def outputs(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None

@@ -60,13 +60,13 @@ def loss(
     split = {"num_microbatches": num_microbatches, "data_shards": data_shards}
     *found, last = _run(model, head, params, batch, rng, **split, states=states)
     sums, (of_layers, num_layers) = jax.tree.map(lambda w: w.sum((0, 1)), found)
-    combined = functools.partial(losses.combined, mean=lambda w: w, total=lambda w: w)
+    reduced = functools.partial(losses.reduced, mean=lambda w: w, total=lambda w: w)
     count = num_microbatches * data_shards
-    result = combined(sums, count)
+    result = reduced(sums, count)
     if of_layers is not None:
         own, metrics = losses.parts(of_layers)
-        result = losses.with_metrics(result, own / count, combined(metrics, num_layers))
-    return losses.with_aux(result, last)
+        result = losses.with_metrics(result, own / count, reduced(metrics, num_layers))
+    return losses.with_aux(losses.values(result), last)
 
 
 def value_and_grad(

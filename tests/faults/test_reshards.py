@@ -62,7 +62,7 @@ def _data(number):
 
 def _losses(setup, state):
     """The held-out loss, and that of the next step."""
-    held_out = setup.evaluate(state, tiny_tasks.rows(setup))["loss"]
+    held_out = setup.evaluate(state, tiny_tasks.rows(setup))["loss"].mean
     _, metrics = setup.train_step(state, tiny_tasks.rows(setup), setup.rng(1))
     return [float(held_out), float(metrics["loss"])]
 

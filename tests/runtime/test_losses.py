@@ -142,6 +142,32 @@ def test_jax_grad_of_the_loss_runs_the_schedule_and_calls_compile_once(pipe):
     assert_close((pipe.unplace(grads), pipe.unplace(same)), (doubled_grads, gradients))
 
 
+def test_totals_of_batches_add_up_to_what_all_rows_give_at_once(pipe):
+    rows, placed = mixture.batch(30), pipe.place(mixture.params())
+    parts = [jax.tree.map(lambda w, cut=cut: w[cut], rows) for cut in (np.s_[:6], np.s_[6:])]
+    found = [pipe.totals(placed, part) for part in parts]
+    loss, metrics = jax.tree.map(lambda *w: sum(w), *found)
+    _, want = jax.jit(functools.partial(jaxpipe.unpipelined.loss, MODEL))(mixture.params(), rows)
+    for name in ("cross entropy", "accuracy"):
+        np.testing.assert_allclose(metrics[name].mean, want[name], rtol=1e-5)
+    for name in ("tokens", "right by target", "use"):
+        np.testing.assert_array_equal(metrics[name].value, want[name])
+    # Rows weigh alike, whatever their microbatch.
+    np.testing.assert_allclose(metrics["confidence"].mean, want["confidence"], rtol=1e-5)
+    assert metrics["largest"]["token"].weight == 30
+    assert loss.weight == metrics["cross entropy"].weight == rows["mask"].sum()
+    of_one, (value, _) = found[0][0], pipe.loss(placed, parts[0])
+    np.testing.assert_allclose(of_one.mean, value, rtol=1e-6)
+    means = [float(part[0].mean) for part in found]
+    assert abs(np.average(means, weights=[6, 24]) - loss.mean) > 1e-3
+
+
+def test_totals_have_no_derivative(pipe):
+    batch, placed = mixture.batch(6), pipe.place(mixture.params())
+    with pytest.raises(ValueError, match=r"Pipeline\.totals was differentiated"):
+        jax.grad(lambda w: pipe.totals(w, batch)[0].mean)(placed)
+
+
 @pytest.mark.parametrize("together", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_jax_grad_by_what_the_embedding_and_the_head_read_of_the_batch(together, monkeypatch):
     if together:

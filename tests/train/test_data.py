@@ -8,6 +8,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -127,6 +128,9 @@ def test_heldout_batches_are_fixed_distinct_and_spread(folders, kind):
     _assert_equal(stream.heldout_batches(heldout, **options, rows=[4, 1]), _rows(whole, [4, 1]))
     taken = stream.heldout_batches(_Numbers(20), batch_size=3, num_batches=2)
     assert [batch["number"].tolist() for batch in taken] == [[0, 3, 6], [10, 13, 16]]
+    (at_once,) = stream.heldout_batches(heldout, batch_size=2 * BATCH_SIZE, num_batches=1)
+    two = stream.heldout_batches(heldout, batch_size=BATCH_SIZE, num_batches=2)
+    _assert_equal([jax.tree.map(lambda *parts: np.concatenate(parts), *two)], [at_once])
 
 
 def test_sizes_and_rows_out_of_range_are_refused():

@@ -211,7 +211,8 @@ def heldout_batches(
       rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.
 
     Returns:
-      An iterator of ``num_batches`` batches; no example occurs twice.
+      An iterator of ``num_batches`` batches; no example occurs twice. Random draws depend on an
+      example's number alone, not on how examples are divided into batches.
 
     Raises:
       ValueError: there are fewer examples than asked for, or a row or size is out of range.
@@ -229,8 +230,8 @@ def heldout_batches(
         )
     numbers = np.arange(needed, dtype=np.int64) * len(examples) // needed
     return (
-        examples.read(batch[chosen], _keys(0, step, chosen))
-        for step, batch in enumerate(numbers.reshape(num_batches, batch_size))
+        examples.read(batch[chosen], _keys(0, 0, batch[chosen]))
+        for batch in numbers.reshape(num_batches, batch_size)
     )
 
 

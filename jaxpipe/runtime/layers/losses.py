@@ -25,7 +25,7 @@ class Weighted:
     of ``weight``; 0 if the weights are all 0. As a loss, ``weight`` must follow from the microbatch
     and its key alone: it is computed before the step, because every gradient needs the sum of all
     weights. An existing mean, as from `jaxpipe.vocabulary.cross_entropy`, times its weight is a
-    total.
+    total. Results of several batches are added like arrays: see `Pipeline.totals`.
 
     Args:
       total: a weighted sum; as a loss, a float32 scalar.
@@ -43,6 +43,11 @@ class Weighted:
 
     total: Tree
     weight: Tree
+
+    @property
+    def mean(self) -> Tree:
+        """``total / weight``; 0 if the weights are all 0."""
+        return self.total / divisor(self.weight)
 
 
 @jax.tree_util.register_dataclass
@@ -136,13 +141,17 @@ def _tangent_dtype(leaf: Any) -> Tree:
 
 
 def with_metrics(result: Tree, loss: jax.Array, metrics: Tree) -> Tree:
-    """Adds the loss and metrics of layers, if there are any, to those of a head."""
+    """Adds the loss and metrics of layers, if there are any, to those of a head, `reduced`."""
     own, own_metrics = parts(result)
+    if isinstance(own, Weighted):
+        own = Weighted(own.total + loss * divisor(own.weight), own.weight)
+    else:
+        own += loss
     if metrics is None:
         metrics = own_metrics
     elif own_metrics is not None:
         metrics = own_metrics | metrics
-    return own + loss if metrics is None else (own + loss, metrics)
+    return own if metrics is None else (own, metrics)
 
 
 def addable(result: Tree) -> Tree:
@@ -156,7 +165,7 @@ def addable(result: Tree) -> Tree:
     return jax.tree.map(wide, result, is_leaf=_has_rule)
 
 
-def combined(
+def reduced(
     sums: Tree,
     count: int,
     *,
@@ -164,7 +173,7 @@ def combined(
     total: Callable[[Tree], Tree],
     copies: int = 1,
 ) -> Tree:
-    """Combines sums over microbatches into the loss and metrics of a batch.
+    """Combines sums over microbatches and devices; `values` of the result are those of a batch.
 
     Args:
       sums: sums over ``count`` microbatches of the results of `addable`.
@@ -172,24 +181,44 @@ def combined(
       copies: number of these devices that return the same value, to be summed over data only.
     """
 
-    def combine(node: Tree) -> Tree:
+    def reduce(node: Tree) -> Tree:
         if isinstance(node, Weighted):
-            node = total(node)
-            return node.total / divisor(node.weight)
+            return total(node)
         if isinstance(node, Sum):
-            return jax.tree.map(lambda w: _divided(w, copies), total(node.value))
+            return jax.tree.map(lambda w: _divided(w, copies), total(node))
         return mean(node / count)
 
-    return jax.tree.map(combine, sums, is_leaf=_has_rule)
+    return jax.tree.map(reduce, sums, is_leaf=_has_rule)
+
+
+def values(result: Tree) -> Tree:
+    """The loss and metrics of what is `reduced`."""
+
+    def value(node: Tree) -> Tree:
+        if isinstance(node, Weighted):
+            return node.mean
+        return node.value if isinstance(node, Sum) else node
+
+    return jax.tree.map(value, result, is_leaf=_has_rule)
+
+
+def totals(result: Tree, num_rows: int) -> Tree:
+    """What is `reduced`, so that batches of any number of rows can be added up: means weigh as much
+    as their rows."""
+
+    def weighted(node: Tree) -> Tree:
+        return node if _has_rule(node) else Weighted(node * num_rows, jnp.float32(num_rows))
+
+    return jax.tree.map(weighted, result, is_leaf=_has_rule)
 
 
 def _divided(w: jax.Array, count: int) -> jax.Array:
     return w / count if jnp.issubdtype(w.dtype, jnp.inexact) else w // count
 
 
-def divisor(weight: jax.Array) -> jax.Array:
+def divisor(weight: Tree) -> Tree:
     """Returns the sum of all weights; 1 if it is 0, for then all weighted values are 0."""
-    return jnp.where(weight == 0, 1, weight)
+    return weight + (weight == 0)
 
 
 def _has_rule(node: Any) -> bool:

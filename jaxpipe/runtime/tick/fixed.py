@@ -80,6 +80,7 @@ class Setup:
       compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
         those of the parameters. Weights in `E4M3` are quantized.
       outputs: collect what `Model.output` returns, not the loss; forward only.
+      totals: return what adds up over batches, not its means; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
       leaves: the kind of forward that leaves residuals.
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
@@ -95,6 +96,7 @@ class Setup:
     states: LayerLayout | None = None
     compute: Sequence[Tree] | None = None
     outputs: bool = False
+    totals: bool = False
     inputs: tuple[int, ...] = ()
     leaves: Kind = Kind.F
     early: bool = True

@@ -171,12 +171,14 @@ class Losses:
     Args:
       shapes: of what the head returns for a microbatch, made `losses.addable`.
       layers: how many have losses.
+      totals: whether `losses.totals` are made of the result, not `losses.values`.
     """
 
     shapes: Shapes
     microbatches: int
     layers: int
     axes: Axes
+    totals: bool
 
     def empty(self) -> Tree:
         return jax.tree.map(jnp.zeros_like, self.shapes)
@@ -188,13 +190,13 @@ class Losses:
         """The same on every device."""
         mean, total = (partial(f, axis_name=self.axes.peers) for f in (lax.pmean, lax.psum))
         copies = lax.axis_size(self.axes.model)
-        combined = partial(losses.combined, mean=mean, total=total, copies=copies)
-        result = combined(collected, self.microbatches)
-        if layer_losses is None:
-            return result
-        loss, metrics = losses.parts(lax.psum(layer_losses, self.axes.stage))
-        metrics = combined(metrics, self.microbatches * self.layers)
-        return losses.with_metrics(result, mean(loss / self.microbatches), metrics)
+        reduced = partial(losses.reduced, mean=mean, total=total, copies=copies)
+        result = reduced(collected, self.microbatches)
+        if layer_losses is not None:
+            loss, metrics = losses.parts(lax.psum(layer_losses, self.axes.stage))
+            metrics = reduced(metrics, self.microbatches * self.layers)
+            result = losses.with_metrics(result, mean(loss / self.microbatches), metrics)
+        return result if self.totals else losses.values(result)
 
 
 @dataclasses.dataclass(frozen=True)

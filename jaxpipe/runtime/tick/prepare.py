@@ -198,4 +198,4 @@ def _leaving(
     if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
         weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
     shapes = jax.eval_shape(losses.addable, result)
-    return Losses(shapes, passes, len(of_layers), setup.layout.axes), weight
+    return Losses(shapes, passes, len(of_layers), setup.layout.axes, setup.totals), weight
