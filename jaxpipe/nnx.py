@@ -15,6 +15,7 @@ import numpy as np
 from flax import linen, nnx
 
 from jaxpipe.runtime.filters import OVERWRITE, OVERWRITE_RULE
+from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.trees import form_of, is_sequence, mismatches, shapes_of
 from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, States, Tree
@@ -352,6 +353,42 @@ def update(
         nnx.update(part, _like(nnx.state(part, nnx.Param), of_layers[n]))
         if states is not None:
             nnx.update(part, _like(nnx.state(part, _OTHER), states[n]))
+
+
+def reference(
+    module: nnx.Module,
+    loss: Callable[[nnx.Module, Batch], Tree],
+    *,
+    layers: Sequence[nnx.Module],
+) -> Callable[..., Tree]:
+    """Makes a reference of a module's own loss, as of `jaxpipe.testing.assert_matches_unpipelined`.
+
+    It finds what the functions that `model` was given leave out of ``__call__``.
+
+    Args:
+      module, layers: as given to `model`; the module contains the layers.
+      loss: ``loss(module, batch)`` of a whole batch, by the module's own ``__call__``.
+
+    Returns:
+      A function of parameters and batch. It raises ValueError for a random key, from which the
+      module would draw other numbers, and for states.
+
+    Example:
+      >>> net = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(n)) for n in range(4)))
+      >>> own = reference(net, lambda net, x: jnp.mean(net(x) ** 2), layers=net.layers[1:3])
+    """
+
+    def of_params(
+        params: Params, batch: Batch, rng: Key = None, *, states: States = None, **_: int
+    ) -> Tree:
+        if rng is not None or states is not None:
+            raise ValueError("A module's own loss is a reference without rng and without states.")
+        copy, parts = nnx.clone((module, list(layers)))
+        update(copy, params, layers=parts)
+        result = jax.tree.map(jnp.asarray, loss(_view(copy, True, True), batch))
+        return losses.values(losses.addable(result))
+
+    return of_params
 
 
 @dataclasses.dataclass(frozen=True)

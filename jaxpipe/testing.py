@@ -163,7 +163,8 @@ def assert_matches_unpipelined(
 
     Raises:
       AssertionError: results that differ; the message names the worst array by its path, its
-        largest difference, and the configuration.
+        largest difference, and the configuration. Or a loss that is a sum, not a mean: cutting the
+        batch into n parts divides it by n.
 
     Example:
       >>> pipes = assert_matches_unpipelined(model, params, batch, zero=3)  # doctest: +SKIP
@@ -183,9 +184,11 @@ def assert_matches_unpipelined(
     evaluations: dict[Tree, Tree] = {}
     args = params, batch, rng, states
     compared: list[_Compared] = []
+    of_whole = float(_loss_of_whole(*args, reference=reference))
     for pipe in pipes:
         case = f"schedule {pipe.schedule.name!r} on {dict(pipe.mesh.shape)}"
         got, want = _results(pipe, reference, evaluations, args)
+        _check_mean(pipe, float(got["loss"]), of_whole, case)
         chex.assert_trees_all_equal_shapes_and_dtypes(got, want, custom_message=f"with {case}")
         for name, tree in want.items():
             compared += _compared(case, name, got[name], tree, floor)
@@ -209,6 +212,27 @@ def _own_reference(model: Model) -> Callable[..., Tree]:
             "functools.partial(jaxpipe.unpipelined.loss, model_with_whole_parameters)."
         )
     return functools.partial(unpipelined.loss, model)
+
+
+@functools.partial(jax.jit, static_argnames="reference")
+def _loss_of_whole(
+    params: Params, batch: Batch, rng: Key, states: States, *, reference: Callable[..., Tree]
+) -> Tree:
+    """Computes the loss of the whole batch as one microbatch."""
+    value = reference(params, batch, rng, num_microbatches=1, data_shards=1, states=states)
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _check_mean(pipe: Pipeline, loss: float, of_whole: float, case: str) -> None:
+    """Raises AssertionError for a loss that shrinks by as much as the batch is cut."""
+    parts = pipe.schedule.num_passes * pipe.axes.num_shards(pipe.mesh)
+    if parts > 1 and of_whole and np.isclose(parts * loss, of_whole, rtol=1e-2):
+        raise AssertionError(
+            f"The loss of the batch is {of_whole:.6g} in one microbatch, and {loss:.6g} in {parts} "
+            f"with {case}: it is a sum. A step takes the mean of what Model.head_loss returns for "
+            "microbatches and data shards, and so divides the sum over all rows by their number. "
+            "Return the mean over a microbatch, or jaxpipe.Weighted(total, weight)."
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("reference", "num_microbatches", "data_shards"))

@@ -127,6 +127,20 @@ def test_a_metric_that_is_wrong_is_found_where_it_is_wrong():
     assert "gradients" not in text.partition("All that differ")[2]
 
 
+def test_a_loss_that_is_a_sum_is_told_from_a_mean():
+    """By itself, and beside a reference that knows of no microbatches."""
+    model = make_model(head_loss=lambda outer, x, batch, rng: jnp.sum(x**2))
+
+    def whole(params, batch, rng, **_):
+        return jaxpipe.unpipelined.loss(model, params, batch, rng)
+
+    for report in (found(model), found(model, reference=whole)):
+        assert report.startswith("The loss of the batch is ")
+        assert "in 8 with schedule '1f1b' on {'data': 2, 'stage': 2}: it is a sum." in report
+        assert "Return the mean over a microbatch, or jaxpipe.Weighted" in report
+
+
+@pytest.mark.pipeline
 def test_a_state_that_is_wrong_is_found():
     def layer(w, x, batch, rng, state):
         mean = wrong_on_the_second_shard(jax.lax.stop_gradient(x.mean()))

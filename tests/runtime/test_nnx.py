@@ -217,6 +217,31 @@ def test_loss_and_gradients_are_those_of_the_module(make):
     assert len({float(kept) for kept in (value, *dropped)}) == 3
 
 
+def forgetful(net, x, batch):
+    """A loss without the last norm of `Net.__call__`."""
+    return cross_entropy(net.table.attend(x), batch)
+
+
+def test_a_part_of_the_module_that_is_forgotten_is_named_and_found_by_its_own_loss():
+    net = Net(rngs=nnx.Rngs(0))
+    net.norm.bias[...] = jnp.linspace(-1, 1, WIDTH)
+    own = jaxpipe.nnx.reference(
+        net, lambda net, rows: cross_entropy(net(rows["tokens"]), rows), layers=net.blocks
+    )
+    model, params, _ = convert(net)
+    changed = jax.tree.map(lambda w: 1.1 * w, params)
+    expected, gradients = jax.value_and_grad(own)(changed, batch())
+    value, found = jaxpipe.unpipelined.value_and_grad(model, changed, batch())
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    chex.assert_trees_all_close(found, gradients, rtol=1e-5, atol=1e-6)
+    model, params, _ = jaxpipe.nnx.model(net, layers=net.blocks, embed=embed, loss=forgetful)
+    assert abs(jaxpipe.unpipelined.loss(model, changed, batch()) - expected) > 0.01
+    pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
+    with pytest.warns(UserWarning, match=r"not depend on embed/norm/bias, embed/norm/scale: the"):
+        jax.eval_shape(pipe.value_and_grad, pipe.placed_params, batch())
+    assert "without rng" in refusal(own, params, batch(), jax.random.key(0))
+
+
 @pytest.mark.pipeline
 def test_running_statistics_come_back_into_the_modules():
     net = Net(rngs=nnx.Rngs(0), make=lambda rngs: Block(rngs=rngs, norm=True))

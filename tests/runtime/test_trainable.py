@@ -101,3 +101,50 @@ def test_an_asynchronous_pipeline_says_what_it_cannot_train():
     said = refusal(jaxpipe.AsyncPipeline, pipeline(), optax.sgd(0.1))
     assert "without `trainable`" in said
     assert "params['shared']" in said
+
+
+# What nothing reads.
+
+
+def of_linear(w, x, batch, rng):
+    """Layers that read their kernel, and of what they share the gain."""
+    own, shared = w
+    return x + shared["gain"] * jnp.tanh(x @ own["kernel"])
+
+
+def biased(w, x, batch, rng):
+    return of_linear(w, x, batch, rng) + w[0]["bias"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "trainable", "named"),
+    [
+        (of_linear, None, "embed/first, head/last, shared/shift, layers/bias"),
+        ((of_linear, biased), None, "embed/first, head/last, shared/shift, layers/0/bias"),
+        ((biased, biased), ["layers/*", "shared/*"], "shared/shift"),
+    ],
+)
+def test_trained_parameters_that_the_loss_does_not_read_are_named(layer, trainable, named):
+    """What a metric alone reads is not read; a stopped gradient is deliberate."""
+    tree = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}
+    layers = (tree, tree) if isinstance(layer, tuple) else jax.tree.map(lambda w: w[None], tree)
+    params = {
+        "embed": {"scale": jnp.ones(3), "first": jnp.ones(3)},
+        "layers": layers,
+        "head": {"stopped": jnp.ones(3), "last": jnp.ones(3)},
+        "shared": {"gain": jnp.ones(()), "shift": jnp.ones(())},
+    }
+
+    def head_loss(outer, x, batch, rng):
+        x = jax.jit(jnp.multiply)(x, jax.lax.stop_gradient(outer["head"]["stopped"]))
+        return jnp.mean(x**2), {"size": jnp.mean(x * outer["head"]["last"])}
+
+    model = jaxpipe.Model(
+        lambda outer, batch, rng: batch["x"] * outer["embed"]["scale"], layer, head_loss
+    )
+    stages = len(layers) if isinstance(layers, tuple) else 1
+    given = {"schedule": "1f1b", "mesh": jaxpipe.make_mesh(stage=stages), "trainable": trainable}
+    pipe = jaxpipe.Pipeline(model, params, **given)
+    step = functools.partial(jax.eval_shape, pipe.value_and_grad, pipe.placed_params)
+    with pytest.warns(UserWarning, match=f"does not depend on {named}: "):
+        step({"x": jnp.ones((4, 3))})

@@ -56,10 +56,10 @@ class Model:
         `jaxpipe.WithLoss(x, loss)` in place of x.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar, or float64
         under ``jax_enable_x64``: the mean loss of one microbatch. The loss of a batch is the mean
-        over microbatches and data shards. Where these have different weights, such as numbers of
-        tokens, return `jaxpipe.Weighted(total, weight)`. ``(loss, metrics)`` returns a dictionary
-        of arrays beside the loss, which are averaged like it, `jaxpipe.Weighted`, or summed:
-        `jaxpipe.Sum`.
+        over microbatches and data shards, which divides a sum by their number. Where they have
+        different weights, such as numbers of tokens, return `jaxpipe.Weighted(total, weight)`.
+        ``(loss, metrics)`` returns a dictionary of arrays beside the loss, which are averaged like
+        it, `jaxpipe.Weighted`, or summed: `jaxpipe.Sum`.
       stage_split: a tree like ``outer`` whose leaves are the dimension of that parameter that is
         split over the ``stage`` axis, or None where it is replicated. Functions that use a split
         leaf receive the stage's own slice and communicate by name (see

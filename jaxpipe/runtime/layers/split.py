@@ -165,12 +165,18 @@ class Split:
         return jax.tree.unflatten(tree, shapes)
 
     @property
-    def reads_of_context(self) -> list[int]:
-        """Numbers of the context's leaves that the layer reads."""
-        context = self.traced.known[self.traced.params.num_leaves :]
+    def reads(self) -> list[bool]:
+        """Whether the layer reads each leaf of what F, B and W take as parameters, and of the
+        context."""
         eqns = jaxprs.needed(self.traced.forward, self.traced.outputs)
         read = jaxprs.reads(eqns, self.traced.outputs)
-        return [n for n, var in enumerate(context) if var in read]
+        return [var in read for var in self.traced.known]
+
+    @property
+    def reads_of_context(self) -> list[int]:
+        """Numbers of the context's leaves that the layer reads."""
+        context = self.reads[self.traced.params.num_leaves :]
+        return [n for n, is_read in enumerate(context) if is_read]
 
     @property
     def until_b(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -1,5 +1,7 @@
 """Prepares a run: follows the activations through the layers, and checks embedding and head."""
 
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -8,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.jaxprs import collectives
+from jaxpipe.runtime.layers.jaxprs import collectives, read_leaves
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layers.model import output_shapes
 from jaxpipe.runtime.layers.split import split_layer
@@ -37,6 +40,7 @@ from jaxpipe.runtime.types import (
     Activation,
     Batch,
     Key,
+    LayerParams,
     OuterParams,
     Shapes,
     Tree,
@@ -65,9 +69,10 @@ def fix(
         loss_scale=mean_scale(setup),
         early=setup.early,
     )
+    params = list(map(combine, trained, *frozen)) if frozen else trained
     layers = sort_layers(
         model,
-        list(map(combine, trained, *frozen)) if frozen else trained,
+        params,
         output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
         rows_of_one,
         rng,
@@ -106,6 +111,8 @@ def fix(
     )
     if not setup.table.together:
         refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
+    if setup.trains:
+        _warn_of_unread(fixed, outer, params, trained, rows_of_one, rng)
     return fixed
 
 
@@ -162,6 +169,51 @@ def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> 
 
         traced = jax.make_jaxpr(passes)(outer, given, rows, rng)
         yield from barred(f"Model.{name}", collectives(traced.jaxpr), fixed.axes.stage)
+
+
+_NAMED = 8
+"""Most parameters that a warning names."""
+
+
+def _warn_of_unread(
+    fixed: Fixed,
+    outer: OuterParams,
+    layers: Sequence[LayerParams],
+    trained: Sequence[LayerParams],
+    rows: Batch,
+    rng: Key,
+) -> None:
+    """Warns of trained parameters that the loss does not read; ``layers`` are shapes of all,
+    ``trained`` of those that are trained."""
+    model, found = fixed.setup.model, fixed.layers
+
+    def loss(*args: Tree) -> Tree:
+        return losses.differentiated(model.head_loss(*args))
+
+    def of_layer(n: int, tree: LayerParams) -> list[str]:
+        own, *shared = tree if fixed.setup.shares else (tree,)
+        own = own if model.layers_are_alike else {n: own}
+        return _names({"layers": own}) + [name for w in shared for name in _names({SHARED: w})]
+
+    y = found.activations[found.last]
+    ends = read_leaves(model.embed, outer, rows, rng), read_leaves(loss, outer, y, rows, rng)
+    read = {name for one in ends for name in itertools.compress(_names(outer), one)}
+    wanted = _names(fixed.setup.layout.outer)
+    for n, number in enumerate(found.kind_of):
+        read.update(itertools.compress(of_layer(n, layers[n]), found.kinds[number].split.reads))
+        wanted += of_layer(n, trained[n])
+    unread = [name for name in dict.fromkeys(wanted) if name not in read]
+    if unread:
+        more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
+        warnings.warn(
+            f"The loss does not depend on {', '.join(unread[:_NAMED])}{more}: these parameters "
+            "cannot learn. Read them in the model's functions, or leave them out of `trainable`.",
+            stacklevel=2,
+        )
+
+
+def _names(tree: Tree) -> list[str]:
+    return [name_of(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def layer_shapes(layout: Layout, layer: int) -> Shapes:
