@@ -182,7 +182,7 @@ def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
       config: configuration of the run.
       data_sha256: digest of the tokenizer, or of the data if it has no tokenizer.
     """
-    return {"config": config.model_dump(), "data_sha256": data_sha256}
+    return {"config": config.to_record(), "data_sha256": data_sha256}
 
 
 def description(checkpoints: Checkpoints, step: int) -> dict[str, Any]:

@@ -398,8 +398,8 @@ def _processes(config: Config) -> Iterator[Failure]:
             paths,
         )
     if settings.coordinator is not None:
-        port = settings.coordinator.rpartition(":")[2]
-        if ":" not in settings.coordinator or not port.isdigit():
+        host, _, port = settings.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             yield Failure(
                 f"distributed.coordinator={settings.coordinator!r} must be HOST:PORT, such as "
                 "localhost:12345.",

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import difflib
 import re
+import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ import yaml
 
 from jaxpipe.errors import shortened, shown
 from train import tasks
-from train.config import Config, remove, upgraded
+from train.config import Config, names_process, remove, upgraded
 from train.errors import ConfigError, Failure, refused
 
 
@@ -86,6 +87,13 @@ def parse(arguments: Sequence[str]) -> Invocation:
         from train import initial
 
         raw = initial.completed(raw, str(init_from), task=given.task)
+    if names_process(raw):
+        print(
+            f"warning: {given.config} says how an earlier run was started, and its "
+            "distributed.coordinator, num_processes and process_id are not read. To start several "
+            "processes, pass them as options.",
+            file=sys.stderr,
+        )
     base, failures = validate(raw, source=given.config or "the defaults")
     if given.task is not None and given.task != base.task:
         # The task decides which fields the section of the model has.

@@ -48,6 +48,9 @@ NonNegative = Annotated[float, Range(0)]
 Weight = Annotated[float, Range(1e-6, 1e6)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 
+_LAUNCH = frozenset({"coordinator", "num_processes", "process_id"})
+"""Fields of ``distributed`` that say how a run is started, and not what it is."""
+
 
 class Section(pydantic.BaseModel):
     """A part of the configuration: no unknown keys, no conversion of types."""
@@ -417,9 +420,13 @@ class Config(Section):
             remove(values, path.split("."))
         return Config.model_validate(values)
 
+    def to_record(self) -> dict[str, Any]:
+        """Returns the fields as a run records them: without those that say how it was started."""
+        return self.model_dump(exclude={"distributed": set(_LAUNCH)})
+
     def to_yaml(self) -> str:
-        """Returns the configuration as a file that `parse` reads back."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False)
+        """Returns the configuration as a file that `parse` reads back, as a run records it."""
+        return yaml.safe_dump(self.to_record(), sort_keys=False)
 
 
 def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
@@ -428,6 +435,7 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
     Every family except the GPT used to have a section with its own name, and a file held those of
     all families. Now the section of the task is ``model``. The others never had an effect. There
     used to be ``pipeline.slices`` and ``pipeline.stage_memory`` as well, which no loss depended on.
+    Runs used to record how they were started, with the number of the process that wrote the file.
 
     Example:
       >>> upgraded({"task": "resnet", "model": {"width": 8}, "resnet": {"depth": 20}, "bert": {}})
@@ -437,9 +445,17 @@ def upgraded(raw: dict[str, Any]) -> dict[str, Any]:
     if isinstance(pipeline := kept.get("pipeline"), dict):
         former = "slices", "stage_memory"
         kept["pipeline"] = {name: value for name, value in pipeline.items() if name not in former}
+    if names_process(kept):
+        kept["distributed"] = {n: v for n, v in kept["distributed"].items() if n not in _LAUNCH}
     task = raw.get("task", "gpt")
     own = raw.get(task) if task in tasks.names() else None
     return kept if own is None else kept | {"model": own}
+
+
+def names_process(raw: dict[str, Any]) -> bool:
+    """Says whether a file names the process that wrote it, as an older version's runs do."""
+    distributed = raw.get("distributed")
+    return isinstance(distributed, dict) and distributed.get("process_id") is not None
 
 
 def remove(tree: dict[Any, Any], keys: Sequence[int | str]) -> None:

@@ -267,7 +267,7 @@ class Metrics:
             self._wandb = wandb.init(
                 project=config.wandb.project,
                 dir=str(folder),
-                config=config.model_dump(),
+                config=config.to_record(),
                 id=name,
                 resume="allow",
             )

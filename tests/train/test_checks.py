@@ -98,6 +98,8 @@ SAID = {
     "mesh.stage: 1000000000000": " x pipeline.microbatches=4 is more than a schedule can hold.",
     "distributed.num_processes: 2, distributed.process_id: 0": "need distributed.coordinator",
     "distributed.coordinator: a": "='a' must be HOST:PORT, such as localhost:12345.",
+    "distributed.coordinator: 'a:65536'": "='a:65536' must be HOST:PORT",
+    "distributed.coordinator: ':80'": "=':80' must be HOST:PORT",
     "optimizer.weight_decay: .inf": "optimizer.weight_decay=inf must be at least 0 and finite.",
     "optimizer.peak_lr: .nan": "optimizer.peak_lr=nan must be above 0.",
     "optimizer.beta2: 1.0": "optimizer.beta2=1.0 must be at least 0 and below 1.",

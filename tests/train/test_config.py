@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from train import checks, command_line, config, errors, tasks
+from train import checkpoint, checks, command_line, config, distributed, errors, tasks
 
 TAGS = [name for name in yaml.SafeLoader.yaml_constructors if name is not None]
 
@@ -197,6 +197,8 @@ def test_help_lists_every_field_of_the_task_and_no_other(capsys, tmp_path, task)
         assert "Size of the residual stream. (default: 3)" in printed
 
 
+LAUNCH = {"coordinator": "node7:8476", "num_processes": 4, "process_id": 0}
+KEPT = {"patience_seconds": 9.0}
 RESNET = {"run_dir": "r", "task": "resnet", "mesh": {"data": 4}}
 OTHERS = {"model": {"num_heads": 2}, "bert": {}, "transformer": {"width": 8}}
 
@@ -213,6 +215,8 @@ OTHERS = {"model": {"num_heads": 2}, "bert": {}, "transformer": {"width": 8}}
         ({"task": "resnet", "model": {"depth": 14}}, {"task": "resnet", "model": {"depth": 14}}),
         # When actions could be cut into slices.
         ({"pipeline": {"slices": True, "chunks": 2}}, {"pipeline": {"chunks": 2}}),
+        # When a run recorded how it was started.
+        ({"distributed": LAUNCH | {"patience_seconds": 9.0}}, {"distributed": KEPT}),
     ],
 )
 def test_files_of_older_versions(tmp_path, raw, expected):
@@ -220,6 +224,25 @@ def test_files_of_older_versions(tmp_path, raw, expected):
     found = command_line.parse(["--config", str(_write(tmp_path, yaml.safe_dump(raw)))])
     assert found.failures == ()
     assert found.config == config.Config(**expected)
+
+
+def test_a_run_records_no_launch_and_an_older_record_of_one_is_not_repeated(tmp_path, capsys):
+    started = config.Config.model_validate({"distributed": LAUNCH | KEPT})
+    assert not LAUNCH.keys() & yaml.safe_load(started.to_yaml())["distributed"].keys()
+    recorded = checkpoint.describe(started, data_sha256="")["config"]
+    assert recorded["distributed"] == KEPT | {"copy_every": 0}
+
+    path = str(_write(tmp_path, yaml.safe_dump({"distributed": LAUNCH})))
+    options = ["--distributed.coordinator=a:1", "--distributed.num-processes=2"]
+    again = command_line.parse(["--config", path, *options, "--distributed.process-id=1"]).config
+    assert distributed.find_processes(again, {}) == distributed.Processes(2, 1, "a:1")
+    assert f"warning: {path} says how an earlier run was started" in capsys.readouterr().err
+    # A file for all processes is the user's own.
+    shared = {name: value for name, value in LAUNCH.items() if name != "process_id"}
+    path = str(_write(tmp_path, yaml.safe_dump({"distributed": shared})))
+    found = command_line.parse(["--config", path, "--distributed.process-id=3"]).config
+    assert distributed.find_processes(found, {}) == distributed.Processes(4, 3, "node7:8476")
+    assert capsys.readouterr().err == ""
 
 
 def test_another_task_than_that_of_the_file(tmp_path):
