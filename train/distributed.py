@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import os
-import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
 
 from jaxpipe import cpu_threads
 from jaxpipe.errors import in_python, shown
+from train import calls
+from train.calls import Address
 from train.config import Config
 from train.errors import ConfigError, Failure, MissingProcessError, refused
 
@@ -34,6 +40,12 @@ _LAUNCHERS = (
 )
 _RETRY_SECONDS = 0.2
 _REPLY_SECONDS = 5.0
+_TAKEN: Literal["taken"] = "taken"
+_ANSWER: pydantic.TypeAdapter[list[int] | Literal["taken"]] = pydantic.TypeAdapter(
+    list[int] | Literal["taken"]
+)
+"""What process 0 answers: the numbers that have not come, or that a process's own has already."""
+_LONGEST_NUMBER, _LONGEST_ANSWER = 1 << 4, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +146,18 @@ def simulate_devices(config: Config, processes: Processes) -> None:
     cpu_threads.suffice()
 
 
-def start(processes: Processes, *, patience_seconds: float) -> None:
+def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
     """Connects the processes, if there are several. Call it before jax is first used.
 
     Args:
       processes: from `find_processes`.
+      run: identifies the run.
       patience_seconds: time to wait for all to come.
 
     Raises:
       MissingProcessError: some have not come.
-      ConfigError: jax finds no coordinator in the launcher's environment.
+      ConfigError: jax finds no coordinator in the launcher's environment, process 0 cannot listen
+        there, or another process has the same number.
     """
     if processes.count == 1:
         return
@@ -165,7 +179,7 @@ def start(processes: Processes, *, patience_seconds: float) -> None:
             ) from error
     else:
         count, number = processes.count, processes.number
-        meet(processes.coordinator, count=count, number=number, seconds=patience_seconds)
+        meet(processes.coordinator, run=run, count=count, number=number, seconds=patience_seconds)
         connect(processes.coordinator, num_processes=count, process_id=number)
 
 
@@ -245,66 +259,90 @@ def global_batch(batch: dict[str, np.ndarray], sharding, num_rows: int):
     return jax.make_array_from_process_local_data(sharding, batch, shapes)
 
 
-def meet(coordinator: str, *, count: int, number: int, seconds: float) -> None:
+def meet(coordinator: str, *, run: str, count: int, number: int, seconds: float) -> None:
     """Waits until all processes have come; jax, which does not say who is missing, starts next.
 
-    Process 0 listens at the coordinator's address until all others have given their numbers.
+    Process 0 listens at the coordinator's port until all others have given their numbers.
 
     Args:
       coordinator: HOST:PORT of process 0.
+      run: identifies the run; processes of others are not counted.
       count: number of processes.
       number: number of this process.
       seconds: time to wait.
 
     Raises:
       MissingProcessError: some have not come.
-      OSError: process 0 cannot listen there.
+      ConfigError: process 0 cannot listen there, or another process has this number.
     """
-    host, _, port = coordinator.rpartition(":")
-    address, until = (host.strip("[]"), int(port)), time.monotonic() + seconds
-    if number == 0:
-        _gather(address[1], count, until, seconds)
-    else:
-        _report(address, number, until, seconds)
+    address, until = calls.parsed(coordinator), time.monotonic() + seconds
+    token = hashlib.sha256(json.dumps([run, count]).encode()).digest()
+    if number != 0:
+        return _report(address, token, number, until, seconds)
+    try:
+        server = calls.listen(port=address[1])
+    except OSError as error:
+        raise refused(
+            f"distributed.coordinator={coordinator}: process 0 cannot listen at this port "
+            f"({error.strerror}). Name another port, for all processes.",
+            "distributed.coordinator",
+        ) from error
+    with server:
+        _gather(server, token, count, until, seconds)
 
 
-def _gather(port: int, count: int, until: float, seconds: float) -> None:
-    waiting: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("", port)))
-        while len(waiting) < count - 1:
-            server.settimeout(max(until - time.monotonic(), 0.01))
-            try:
-                connection = stack.enter_context(server.accept()[0])
-                connection.settimeout(_REPLY_SECONDS)
-                waiting[int(connection.recv(16))] = connection
-            except TimeoutError:
-                if time.monotonic() < until:
-                    continue
-                missing = sorted({*range(1, count)} - waiting.keys())
-                for other in waiting.values():
-                    _answer(other, missing)
-                raise MissingProcessError(missing, seconds) from None
-            except (OSError, ValueError):
-                continue  # it ended, or is none of ours
-        for other in waiting.values():
-            _answer(other, [])
+def _gather(server: socket, token: bytes, count: int, until: float, seconds: float) -> None:
+    others = pydantic.TypeAdapter(Annotated[int, pydantic.Field(gt=0, lt=count)])
+    come: dict[int, Connection] = {}
+    twice: set[int] = set()
+    changing = threading.Lock()
+
+    def hear(call: Connection) -> None:
+        number = others.validate_json(call.recv_bytes(_LONGEST_NUMBER), strict=True)
+        with changing:
+            if number not in come or come[number].poll():  # it has ended, and started again
+                come[number] = call
+                return
+            twice.add(number)
+        with call:
+            call.send_bytes(_ANSWER.dump_json(_TAKEN))
+
+    def missing() -> list[int]:
+        return [n for n in range(1, count) if n not in come or come[n].poll()]
+
+    def is_over() -> bool:
+        with changing:
+            return time.monotonic() > until or (len(come) == count - 1 and not missing())
+
+    calls.serve(server, token, hear, is_over=is_over)
+    with changing:
+        absent = missing()
+        for call in come.values():
+            with contextlib.suppress(OSError), call:
+                call.send_bytes(_ANSWER.dump_json(absent))
+    if absent:
+        raise MissingProcessError(absent, seconds, twice=sorted(twice))
 
 
-def _answer(connection: socket.socket, missing: list[int]) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(missing).encode())
-
-
-def _report(address: tuple[str, int], number: int, until: float, seconds: float) -> None:
+def _report(address: Address, token: bytes, number: int, until: float, seconds: float) -> None:
+    stranger = None
     while (left := until - time.monotonic()) > 0:
         try:
-            with socket.create_connection(address, timeout=left) as connection:
-                connection.sendall(str(number).encode())
-                connection.settimeout(until - time.monotonic() + _REPLY_SECONDS)
-                if missing := json.loads(connection.recv(1 << 16)):
-                    raise MissingProcessError(missing, seconds)
-                return
-        except (OSError, ValueError):
+            with calls.call(address, token, b"%d" % number, seconds=left) as call:
+                if not call.poll(left + _REPLY_SECONDS):
+                    break
+                stranger = calls.written(address)  # unless it has answered
+                answer = _ANSWER.validate_json(call.recv_bytes(_LONGEST_ANSWER))
+        except (OSError, EOFError, ValueError):
             time.sleep(_RETRY_SECONDS)  # process 0 is not there yet
-    raise MissingProcessError([0], seconds)
+            continue
+        if answer == _TAKEN:
+            raise refused(
+                f"distributed.process_id={number}: another process of this run has this number "
+                "already. Give each process its own.",
+                "distributed.process_id",
+            )
+        if answer:
+            raise MissingProcessError(answer, seconds)
+        return
+    raise MissingProcessError([0], seconds, stranger=stranger)

@@ -135,15 +135,27 @@ class MissingProcessError(RestartError):
     Args:
       missing: their numbers.
       seconds: time that the others have waited.
+      twice: numbers with which several processes have come.
+      stranger: HOST:PORT of process 0, where something else has answered; None if nobody has.
     """
 
-    def __init__(self, missing: Sequence[int], seconds: float) -> None:
+    def __init__(
+        self,
+        missing: Sequence[int],
+        seconds: float,
+        *,
+        twice: Sequence[int] = (),
+        stranger: str | None = None,
+    ) -> None:
         self.missing = tuple(missing)
         several = len(missing) > 1
+        why = f"; what answers at {stranger} is another run or program" if stranger else ""
+        if twice:
+            why = f", but several as {', '.join(map(str, twice))} (distributed.process_id)"
         super().__init__(
             f"process{'es' * several} {', '.join(map(str, missing))} of this run "
             f"{'have' if several else 'has'} not come within {seconds:g} s "
-            "(distributed.patience_seconds). Start all processes again."
+            f"(distributed.patience_seconds){why}. Start all processes again."
         )
 
 

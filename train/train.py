@@ -124,7 +124,8 @@ def _run(invocation, goodput) -> None:
     without = {"all": (), "no-command-buffers": [gpu_flags.COMMAND_BUFFERS], "off": gpu_flags.FLAGS}
     if unknown := gpu_flags.apply(without=without[config.pipeline.gpu_flags]):
         print(f"warning: this XLA does not know {', '.join(unknown)}", file=sys.stderr)
-    distributed.start(processes, patience_seconds=config.distributed.patience_seconds)
+    patience = config.distributed.patience_seconds
+    distributed.start(processes, run=config.run_dir, patience_seconds=patience)
 
     import jax
 

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from train import calls
+
 RESTART = 75
 """The exit status of a run that another process kept from going on: EX_TEMPFAIL of sysexits.h."""
 
@@ -201,9 +203,8 @@ class Watchdog:
 
     def _aborted(self) -> NoReturn:
         """Ends a process that XLA aborts: most often it has lost process 0."""
-        host, _, port = _address().rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_GONE_SECONDS).close()
+            socket.create_connection(calls.parsed(_address()), timeout=_GONE_SECONDS).close()
         except OSError:
             if not self._ended.is_set():
                 # Process 0 may have been the first to end because of another.

@@ -29,6 +29,7 @@ import limits
 import numpy as np
 
 TOP = Path(__file__).resolve().parents[2]
+LOOPBACK = ["127.0.0.1", "::1"] if socket.has_dualstack_ipv6() else ["127.0.0.1"]
 NUM_STEPS = 10
 CHECKPOINT_EVERY = 3
 

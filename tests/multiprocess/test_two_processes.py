@@ -125,7 +125,7 @@ import sys
 from train import distributed
 from train.errors import ConfigError, Failure
 number = int(sys.argv[2])
-distributed.start(distributed.Processes(2, number, sys.argv[1]), patience_seconds=60)
+distributed.start(distributed.Processes(2, number, sys.argv[1]), run="a", patience_seconds=60)
 print(distributed.from_first(lambda: {"number": number, "text": "\u00e4" * 9}), flush=True)
 def refuse():
     raise ConfigError([Failure(f"of {number}", ("a",)), Failure("more", ())])

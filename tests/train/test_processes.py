@@ -1,17 +1,19 @@
 """Processes of a run: what launchers start, how they meet, whom they miss, and how they stop."""
 
 import concurrent.futures
+import contextlib
 import signal
 import socket
 import time
 from pathlib import Path
 
 import jax
+import limits
 import pytest
 import yaml
-from command import TOP, Finished, finish, free_address, start
+from command import LOOPBACK, TOP, Finished, finish, free_address, start
 
-from train import command_line, distributed, errors, watchdog
+from train import calls, command_line, distributed, errors, watchdog
 from train.watchdog import Watchdog
 
 CONFIGS = TOP / "configs"
@@ -62,7 +64,7 @@ def test_a_launcher_without_an_address(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     with pytest.raises(errors.ConfigError, match=r"--distributed\.coordinator HOST:PORT"):
-        distributed.start(distributed.Processes(2, 0), patience_seconds=60)
+        distributed.start(distributed.Processes(2, 0), run="runs/a", patience_seconds=60)
 
 
 # Launchers: they start what the trainer accepts, and restart what can be restarted.
@@ -152,28 +154,82 @@ def _meet(numbers, *, count, seconds):
     coordinator = free_address()
 
     def one(number):
-        distributed.meet(coordinator, count=count, number=number, seconds=seconds)
+        distributed.meet(coordinator, run="runs/a", count=count, number=number, seconds=seconds)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return [future.exception() for future in [pool.submit(one, n) for n in numbers]]
 
 
-def test_all_have_come():
-    """Also if what happens to connect first is no process of the run."""
-    assert _meet([2, 1, 3, 0], count=4, seconds=20) == [None] * 4
-    coordinator = free_address()
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_all_have_come_whoever_else_connects(host, monkeypatch):
+    """Strangers say nothing, or numbers; a process of another run is told that this is not its."""
+    monkeypatch.setattr(calls, "_TOKEN_SECONDS", 0.5)
+    with calls.listen(host) as probe:
+        address = probe.getsockname()[:2]
+
+    def meet(number, run="runs/a", seconds=None):
+        given = {"run": run, "count": 4, "number": number, "seconds": seconds or limits.hang()}
+        return pool.submit(distributed.meet, calls.written(address), **given)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as open_:
+        first = meet(0)
+        for said in (b"", b"1", b"-1", b"99", b"2\n", b"3" * 64, b"GET / HTTP/1.1\r\n\r\n", b""):
+            open_.enter_context(_connected(address)).sendall(said)
+        other = meet(1, "runs/b", seconds=1).exception()
+        assert not first.done()
+        found = [future.exception() for future in [*map(meet, (2, 1, 3)), first]]
+    assert found == [None] * 4
+    named = f"; what answers at {calls.written(address)} is another run or program. Start all"
+    assert other.missing == (0,)
+    assert named in str(other)
+
+
+def _connected(address):
+    until = time.monotonic() + limits.hang()
+    while time.monotonic() < until:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(address)
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def test_a_number_that_comes_twice_is_named():
+    found = _meet([0, 1, 1], count=3, seconds=2)
+    assert found[0].missing == (2,)
+    assert "have come" not in str(found[0])
+    assert (
+        "within 2 s (distributed.patience_seconds), but several as 1 (distributed.process_id)."
+        in (str(found[0]))
+    )
+    (refused,) = (error for error in found[1:] if isinstance(error, errors.ConfigError))
+    assert "distributed.process_id=1: another process of this run has this number" in str(refused)
+
+
+def test_who_came_and_ended_is_waited_for(monkeypatch):
+    """Such as a process that its launcher has started anew."""
+    coordinator, call = free_address(), calls.call
+
+    def ended(*arguments, **fields):
+        raise ConnectionResetError if call(*arguments, **fields).close() is None else AssertionError
+
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(distributed.meet, coordinator, count=2, number=0, seconds=20)
-        host, port = coordinator.split(":")
-        while not first.done():
-            try:
-                with socket.create_connection((host, int(port))) as foreign:
-                    foreign.sendall(b"GET / HTTP/1.1")
-                break
-            except ConnectionRefusedError:
-                continue
-        distributed.meet(coordinator, count=2, number=1, seconds=20)
+        given = {"run": "runs/a", "count": 2, "seconds": limits.hang()}
+        first = pool.submit(distributed.meet, coordinator, number=0, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "call", ended)
+            with pytest.raises(errors.MissingProcessError):
+                distributed.meet(coordinator, number=1, **(given | {"seconds": 1}))
+        time.sleep(0.5)
+        assert not first.done()
+        distributed.meet(coordinator, number=1, **given)
         assert first.result() is None
+
+
+def test_a_port_that_is_taken_is_named():
+    with calls.listen() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.ConfigError, match=rf"coordinator=h:{port}: process 0 cannot li"):
+            distributed.meet(f"h:{port}", run="runs/a", count=2, number=0, seconds=1)
 
 
 def test_those_that_have_not_come_are_named_to_all():
