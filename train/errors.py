@@ -8,6 +8,9 @@ from typing import Any
 
 from jaxpipe.errors import ArgumentError, Problem, in_python, printable, shortened
 
+RESTART = 75
+"""The exit status of a run that another process kept from going on: EX_TEMPFAIL of sysexits.h."""
+
 _FIELDS = {
     "name": "pipeline.schedule",
     "method": "pipeline.schedule",

@@ -35,6 +35,9 @@ class ObjectLock:
       heartbeat_seconds: the time between two signs of life.
       patience_seconds: time to watch the lock of another process for a sign of life.
 
+    Attributes:
+      owner: this process as the lock describes it.
+
     Example:
       >>> lock = ObjectLock(ObjectStore("s3://bucket/runs/gpt"), say=print)  # doctest: +SKIP
       >>> lock.acquire()  # doctest: +SKIP
@@ -51,23 +54,28 @@ class ObjectLock:
     ) -> None:
         self.store, self._say = store, say
         self._heartbeat_seconds, self._patience_seconds = heartbeat_seconds, patience_seconds
-        self._owner, self._beats = this_process(has_flock=False), 0
+        self.owner, self._beats = this_process(has_flock=False), 0
         self._version: bytes | None = None
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
-    def acquire(self) -> None:
+    def acquire(self, former: str | None = None) -> None:
         """Takes the lock, if necessary from a run that has died.
+
+        Args:
+          former: token of a lock whose holder this run has given up, dead or not.
 
         Raises:
           ConfigError: another run holds it.
           StoreError: the store cannot be reached, or refuses.
         """
         seen = self.store.read(LOCK_FILE)
-        if seen.content is not None and not _is_free(seen):
+        owner = _owner(seen)
+        is_former = owner is not None and owner.token == former
+        if seen.content is not None and not _is_free(seen) and not is_former:
             seen = self._watch(seen)
         now = self._write(seen.version)
-        if _owner(now) != self._owner:
+        if _owner(now) != self.owner:
             raise ConfigError([in_use(self.store.url, _who(now))])
         self._version = now.version
         self._thread.start()
@@ -110,7 +118,7 @@ class ObjectLock:
     def _write(self, version: bytes) -> Stored:
         """Writes the lock in place of a version; returns the lock that there is then."""
         self._beats += 1
-        lock = {"owner": dataclasses.asdict(self._owner), "beats": self._beats}
+        lock = {"owner": dataclasses.asdict(self.owner), "beats": self._beats}
         content = f"{json.dumps(lock)}\n".encode()
         written = self.store.replace(LOCK_FILE, content, version=version)
         # A write that is repeated since its answer was lost finds its own version.
@@ -129,7 +137,7 @@ class ObjectLock:
         """
         assert self._version is not None
         now = self._write(self._version)
-        if _owner(now) != self._owner:
+        if _owner(now) != self.owner:
             end_process(self.store.url, _who(now))
         self._version = now.version
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from train.errors import ConfigError, Failure
+from train.errors import RESTART, ConfigError, Failure
 
 LOCK_FILE = ".lock"
 HEARTBEAT_SECONDS = 5.0
@@ -73,6 +73,9 @@ class RunLock:
       heartbeat_seconds: the time between two signs of life.
       patience_seconds: time to watch the lock of another machine for a sign of life.
 
+    Attributes:
+      owner: this process as the lock describes it, once it is held.
+
     Example:
       >>> lock = RunLock(Path("runs/gpt"), say=print)  # doctest: +SKIP
       >>> lock.acquire()  # doctest: +SKIP
@@ -94,10 +97,13 @@ class RunLock:
         self._descriptor: int | None = None
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
-        self._owner: Owner
+        self.owner: Owner
 
-    def acquire(self) -> None:
+    def acquire(self, former: str | None = None) -> None:
         """Takes the lock, if necessary from a run that has died.
+
+        Args:
+          former: token of a lock whose holder this run has given up, dead or not.
 
         Raises:
           ConfigError: another run holds it.
@@ -106,7 +112,7 @@ class RunLock:
         watched = False
         while True:
             if not self._create():
-                watched |= self._clear()
+                watched |= self._clear(former)
                 continue
             if not watched:
                 break
@@ -151,8 +157,8 @@ class RunLock:
         try:
             # The flock is taken before the name is written, so that a file that names this kernel
             # always has it. A process that tries to clear the file may hold it for a moment.
-            self._owner = this_process(has_flock=_flock(self._descriptor, waits=True) is True)
-            text = json.dumps(dataclasses.asdict(self._owner))
+            self.owner = this_process(has_flock=_flock(self._descriptor, waits=True) is True)
+            text = json.dumps(dataclasses.asdict(self.owner))
             os.write(self._descriptor, f"{text}\n".encode())
             os.fsync(self._descriptor)
         except OSError:
@@ -161,38 +167,41 @@ class RunLock:
             raise
         return True
 
-    def _clear(self) -> bool:
+    def _clear(self, former: str | None) -> bool:
         """Removes the lock of a run that has died.
 
         Returns:
-          Whether only its silence shows that the run has died, which is weaker than a flock.
+          Whether its owner may be alive, as no flock shows that it has ended.
 
         Raises:
-          ConfigError: the run may still be alive.
+          ConfigError: the run may still be alive, and is not given up.
         """
         seen = _read(self._path)
-        if seen is None:
+        if seen is None or (_is_local(seen.owner) and self._clear_ended(seen)):
             return False
-        if _is_local(seen.owner):
-            self._clear_local(seen)
-            return False
-        self._clear_silent(seen)
+        if seen.owner is not None and seen.owner.token == former:
+            self._path.unlink(missing_ok=True)
+            self._say(f"removed the lock of {seen.who}, which this run has given up")
+        elif _is_local(seen.owner):
+            raise ConfigError([in_use(self._folder, seen.who)])
+        else:
+            self._clear_silent(seen)
         return True
 
-    def _clear_local(self, seen: _Reading) -> None:
+    def _clear_ended(self, seen: _Reading) -> bool:
         """Asks the kernel, which frees the flock of every process that ends."""
         for attempt in range(2):
             time.sleep(attempt * _RETRY_SECONDS)
             with contextlib.suppress(FileNotFoundError), _opened(self._path) as descriptor:
                 is_free, now = _flock(descriptor), _read(self._path)
                 if now is None or now.owner != seen.owner:
-                    return
+                    return True
                 # Nobody else removes this file while this process holds its flock.
                 if is_free:
                     self._path.unlink()
                     self._say(f"removed the lock of {seen.who}, which has ended")
-                    return
-        raise ConfigError([in_use(self._folder, seen.who)])
+                    return True
+        return False
 
     def _clear_silent(self, seen: _Reading) -> None:
         """Watches for a sign of life itself, since the clocks of two machines may differ."""
@@ -213,7 +222,7 @@ class RunLock:
 
     def _is_own(self) -> bool:
         now = _read(self._path)
-        return now is not None and now.owner == self._owner
+        return now is not None and now.owner == self.owner
 
     def _beat(self) -> None:
         assert self._descriptor is not None
@@ -222,7 +231,7 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
                 now = _read(self._path)
-                if now is not None and now.owner not in (None, self._owner):
+                if now is not None and now.owner not in (None, self.owner):
                     end_process(self._folder, now.who)
 
 
@@ -261,7 +270,7 @@ def end_process(folder: Path | str, who: str) -> NoReturn:
     """Ends this process at once: it was silent for too long and has lost its folder."""
     text = f"run_dir={folder} was silent for too long and is now in use by {who}"
     print(f"error: {text}: this run ends and writes nothing more", file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(RESTART)
 
 
 def missing_folders(folder: Path) -> list[Path]:

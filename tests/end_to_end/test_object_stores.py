@@ -218,7 +218,18 @@ def test_a_silent_one_is_taken_over_and_its_run_ends(make, monkeypatch):
     second.acquire()
     assert "showed no sign of life" in make.said[-1]
     first.renew()
-    assert ended == [str(second._owner)]
+    assert ended == [str(second.owner)]
+
+
+def test_a_run_takes_it_at_once_from_a_process_that_it_has_given_up(make, monkeypatch):
+    ended = []
+    monkeypatch.setattr(object_lock, "end_process", lambda url, who: ended.append(who))
+    first, second = make(heartbeat_seconds=3600), make()
+    first.acquire()
+    second.acquire(first.owner.token)
+    assert not any("waiting" in line for line in make.said)
+    first.renew()
+    assert ended == [str(second.owner)]
 
 
 def test_of_two_that_find_a_silent_one_one_takes_it(make, monkeypatch):

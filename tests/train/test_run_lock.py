@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from command import finish, start
 
-from train import loop, run_folder, run_lock
+from train import errors, loop, run_folder, run_lock
 from train.config import Config
 from train.errors import ConfigError
 from train.run_lock import LOCK_FILE, RunLock
@@ -206,6 +206,21 @@ def test_without_flock_the_heartbeat_alone_decides(make, folder, monkeypatch):
     make().acquire()
 
 
+def test_a_run_takes_the_lock_of_a_process_that_it_has_given_up_which_ends(make, folder, other):
+    """On this machine, which shows that the process is alive, and on another one."""
+    token = json.loads((folder / LOCK_FILE).read_text())["token"]
+    with pytest.raises(ConfigError, match=f"is in use by process {other.pid} "):
+        make().acquire("another token")
+    lock = make(patience_seconds=60)
+    lock.acquire(token)
+    ended = finish(other, errors.RESTART)
+    assert f"is now in use by process {os.getpid()} on " in ended.err
+    lock.release()
+    _forge(folder, json.dumps(_ELSEWHERE))
+    with _touching(folder):
+        make(patience_seconds=60).acquire(_ELSEWHERE["token"])
+
+
 @pytest.mark.parametrize("kind", ["nothing", "a dead process", "a silent one", "other machines"])
 def test_of_many_that_start_at_the_same_instant_one_gets_the_lock(make, folder, kind, monkeypatch):
     """Whatever a dead run has left; other machines know no process of this one."""
@@ -241,7 +256,7 @@ def test_of_many_that_start_at_the_same_instant_one_gets_the_lock(make, folder, 
 
 def test_a_run_whose_lock_was_taken_over_ends_at_once(folder, other):
     _forge(folder, json.dumps(_ELSEWHERE))
-    done = finish(other, 2)
+    done = finish(other, errors.RESTART)
     assert done.out == ""
     assert re.fullmatch(
         r"error: run_dir=\S+ was silent .* in use by process 4711 on node7.*\n", done.err
