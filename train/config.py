@@ -330,7 +330,7 @@ class DistributedConfig(Section):
     """Several processes; under Slurm and Open MPI none of this is needed."""
 
     coordinator: str | None = None
-    """HOST:PORT of process 0."""
+    """HOST:PORT of process 0; an IPv6 address in brackets."""
     num_processes: Annotated[int | None, Range(1)] = None
     """Number of processes; needs distributed.coordinator."""
     process_id: Annotated[int | None, Range(0)] = None

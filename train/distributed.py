@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -46,6 +47,7 @@ _ANSWER: pydantic.TypeAdapter[list[int] | Literal["taken"]] = pydantic.TypeAdapt
 )
 """What process 0 answers: the numbers that have not come, or that a process's own has already."""
 _LONGEST_NUMBER, _LONGEST_ANSWER = 1 << 4, 1 << 20
+_TEXT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,8 @@ def simulate_devices(config: Config, processes: Processes) -> None:
 def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
     """Connects the processes, if there are several. Call it before jax is first used.
 
+    Ends this process for a restart if another one is lost while jax connects them.
+
     Args:
       processes: from `find_processes`.
       run: identifies the run.
@@ -163,13 +167,16 @@ def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
         return
     import jax
 
+    from train import watchdog
+
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     connect = functools.partial(
         jax.distributed.initialize, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS
     )
     if processes.coordinator is None:
         try:
-            connect()
+            with watchdog.connecting():
+                connect()
         except ValueError as error:
             # Open MPI 5, for example, gives no address.
             raise refused(
@@ -180,7 +187,13 @@ def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
     else:
         count, number = processes.count, processes.number
         meet(processes.coordinator, run=run, count=count, number=number, seconds=patience_seconds)
-        connect(processes.coordinator, num_processes=count, process_id=number)
+        with watchdog.connecting():
+            connect(
+                processes.coordinator,
+                num_processes=count,
+                process_id=number,
+                initialization_timeout=math.ceil(patience_seconds),
+            )
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -243,6 +256,19 @@ def furthest(position: Any) -> Any:
     numbers, tree = jax.tree.flatten(position)
     gathered = multihost_utils.process_allgather(np.array(numbers, np.int32))
     return jax.tree.unflatten(tree, gathered.reshape(-1, len(numbers)).max(axis=0).tolist())
+
+
+def gathered(text: str) -> list[str]:
+    """Returns the texts of all processes, by number; every process must call it.
+
+    Args:
+      text: of at most 64 bytes.
+    """
+    from jax.experimental import multihost_utils
+
+    row = np.frombuffer(text.encode().ljust(_TEXT_BYTES), np.uint8)
+    rows = multihost_utils.process_allgather(row).reshape(-1, _TEXT_BYTES)
+    return [bytes(row).decode().rstrip() for row in rows]
 
 
 def global_batch(batch: dict[str, np.ndarray], sharding, num_rows: int):

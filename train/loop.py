@@ -35,7 +35,13 @@ from train import (
 from train.config import Config
 from train.configured import Choice
 from train.data import stream
-from train.errors import ConfigError, Failure, NonFiniteLossError, named_values
+from train.errors import (
+    CannotContinueError,
+    ConfigError,
+    Failure,
+    NonFiniteLossError,
+    named_values,
+)
 from train.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
 from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
 from train.mirror import mirrored
@@ -52,17 +58,23 @@ from train.watchdog import Watchdog, stages_by_process
 _CHECKPOINTS_AT_ONCE = 2
 
 
-def take_folder(lock: RunLock | ObjectLock, config: Config, *, resume: bool) -> None:
-    """Locks the run folder before anything in it is read or written."""
+def take_folder(
+    lock: RunLock | ObjectLock, config: Config, *, resume: bool, former: str | None = None
+) -> str:
+    """Locks the run folder before anything in it is read or written; returns the lock's token.
+
+    ``former`` is the token of the lock of processes that go on without others.
+    """
     if failures := list(run_folder.misplaced(config)):
         raise ConfigError(failures)
     try:
-        lock.acquire()
+        lock.acquire(former)
     except OSError as error:
         raise ConfigError([run_folder.unwritable(config, error)]) from error
     # A run that ended since the check has left its files.
     if failures := list(run_folder.failures(config, resume=resume)):
         raise ConfigError(failures)
+    return lock.owner.token
 
 
 def recorded_choice(path: Path, config: Config, console: Console) -> Choice | None:
@@ -222,11 +234,19 @@ def run(
     console = Console(quiet=jax.process_index() != 0)
     show = functools.partial(say, console)
     lock = run_folder.lock(config, say=show)
+    former = None if group is None else group.survivor.membership.lock
     try:
-        distributed.from_first(lambda: take_folder(lock, config, resume=resume))
+        try:
+            token = distributed.from_first(
+                lambda: take_folder(lock, config, resume=resume, former=former)
+            )
+        except ConfigError as error:
+            if group is None:
+                raise
+            raise CannotContinueError(str(error)) from error  # others have gone on, or all again
         with mirrored(config, lock, say=show) as fetch:
             given = config, console, watchdog, goodput
-            return _run(*given, resume=resume, fetch=fetch, group=group)
+            return _run(*given, resume=resume, fetch=fetch, group=group, lock=token)
     finally:
         lock.release()
 
@@ -240,6 +260,7 @@ def _run(
     resume: bool,
     fetch: Fetch | None,
     group: Group | None,
+    lock: str,
 ) -> float | None:
     is_writer = jax.process_index() == 0
     folder = config.folder
@@ -281,7 +302,7 @@ def _run(
         ):
             trainer = Trainer(setup, modes, checkpoints, metrics, console, describe, watchdog)
             with watchdog.explained(), contextlib.closing(trainer.stream):
-                trainer.begin(begin, group)
+                trainer.begin(begin, group, lock)
                 is_done = trainer.train()
                 say(console, str(goodput))
                 score = trainer.finish() if is_done else None
@@ -350,11 +371,9 @@ class Trainer:
         self.carried: Any
         self.compiled: Any
 
-    def begin(self, start: Start, group: Group | None) -> None:
+    def begin(self, start: Start, group: Group | None, lock: str) -> None:
         """Compiles, and makes the state that the first step starts from: initial, or restored."""
-        self.survivor = survivors.joined(self.config, group)
-        if self.survivor is not None:
-            self.watchdog.leave = self.survivor.leave
+        self.survivor = self.watchdog.survivor = survivors.joined(self.config, group, lock)
         self._begin(start, group)
         if group is not None:
             self._copy()  # before those end whose copies were read

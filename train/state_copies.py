@@ -60,19 +60,6 @@ class Copy:
             return content[offset : offset + size]
 
 
-def from_json(described: dict[str, Any]) -> Copy:
-    """Makes a copy again of its fields, after a round trip through JSON."""
-    return Copy(**described | {"parts": parts_from_json(described["parts"])})
-
-
-def parts_from_json(described: Sequence[Any]) -> list[Part]:
-    """Makes parts again of what JSON made of them."""
-    return [
-        Part(leaf, tuple(start), tuple(shape), offset, size)
-        for leaf, start, shape, offset, size in described
-    ]
-
-
 def new_pair() -> list[Copy]:
     """Makes two copies that hold nothing: while one is written, the other is whole."""
     return [Copy(os.memfd_create(f"state {number}")) for number in range(2)]
@@ -142,12 +129,13 @@ def restore(shapes: PyTree, parts: Sequence[tuple[Part, Read]]) -> PyTree:
     return jax.tree.unflatten(tree, [made(number, leaf) for number, leaf in enumerate(leaves)])
 
 
-def are_whole(parts: Sequence[Part], sizes: Sequence[int]) -> bool:
-    """Says whether parts, equal ones counted once, make up arrays of so many bytes each."""
-    found = [0] * len(sizes)
-    for (leaf, _), size in {(part.leaf, part.start): part.size for part in parts}.items():
+def are_whole(copies: Sequence[Copy]) -> bool:
+    """Says whether copies of one step, whose equal parts count once, hold all of the state."""
+    found = [0] * len(copies[0].sizes)
+    parts = {(part.leaf, part.start): part.size for copy in copies for part in copy.parts}
+    for (leaf, _), size in parts.items():
         found[leaf] += size
-    return found == list(sizes)
+    return found == copies[0].sizes
 
 
 def _region(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import queue
 import secrets
@@ -21,26 +20,92 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import jax
+import pydantic
 
-from train import checks, distributed, state_copies, watchdog
+from train import calls, checks, distributed, state_copies, watchdog
+from train.calls import Address
 from train.config import Config
-from train.errors import CannotContinueError
+from train.errors import RESTART, CannotContinueError
 from train.state_copies import Copy, Part, PyTree
 
 _HANDOVER = "JAXPIPE_HANDOVER"
 """The variable with the descriptor of what a program leaves to the one that replaces it."""
 _CONNECT_SECONDS = 5.0
 """Time after which a host that does not answer counts as dead."""
+_MARGIN_SECONDS = 2.0
 _RETRY_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 26
-_KEY = "jaxpipe/survivors/"
 
-Address = tuple[str, int]
+NOT_NEEDED = 79
+"""The exit status of a process that the smaller mesh does not need; sysexits.h ends at 78."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keep:
+    """Asks a partner to keep a copy, whose bytes follow."""
+
+    copy: Copy
+    kind: Literal["keep"] = "keep"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """Asks for bytes of a copy."""
+
+    file: int
+    offset: int
+    size: int
+    kind: Literal["read"] = "read"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Come:
+    """Asks a process to leave its program, because another one is missing."""
+
+    generation: int
+    kind: Literal["come"] = "come"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hello:
+    """Says that a process is left, with the copies that it has; asks for the decision."""
+
+    number: int
+    generation: int
+    copies: list[Copy]
+    kind: Literal["hello"] = "hello"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decision:
+    """How those that are left go on.
+
+    Args:
+      config: the configuration with the smaller mesh.
+      step: the step of the copies that they go on from.
+      order: their former numbers, in the order of their new ones.
+      copies: the copies of this step, by the former number of the process that has them.
+    """
+
+    config: dict[str, Any]
+    step: int
+    order: list[int]
+    copies: dict[int, list[Copy]]
+
+
+_Message = _Keep | _Read | _Come | _Hello
+_MESSAGE: pydantic.TypeAdapter[_Message] = pydantic.TypeAdapter(
+    Annotated[_Message, pydantic.Field(discriminator="kind")]
+)
+_ANSWER: pydantic.TypeAdapter[_Decision | str] = pydantic.TypeAdapter(_Decision | str)
+"""The decision, or why they cannot go on."""
+_HEARD = b"heard"
+"""What a hello is answered with at once: a frozen process answers nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +117,7 @@ class Membership:
       number: number of this process.
       generation: how often processes have replaced their programs.
       token: the secret of the run, without which nobody is answered.
+      lock: identifies the lock of the run folder that the group has.
       members: the address of every process, by number.
     """
 
@@ -59,12 +125,26 @@ class Membership:
     number: int
     generation: int
     token: str
+    lock: str
     members: list[Address]
 
     @property
     def partner(self) -> int:
         """The process that keeps the copies of this one: one far off, as neighbours share hosts."""
         return (self.number + max(len(self.members) // 2, 1)) % len(self.members)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """What a program leaves to the one that replaces it: the arguments of `Survivor`."""
+
+    membership: Membership
+    own: list[Copy]
+    kept: list[Copy]
+    listener: int
+
+
+_LEFT = pydantic.TypeAdapter(_Left)
 
 
 class Survivor:
@@ -74,7 +154,7 @@ class Survivor:
       membership: its group.
       own: the last two copies of this process's parts.
       kept: those of the process whose partner this one is.
-      listener: descriptor of the socket; None makes one.
+      listener: descriptor of the socket; None makes one, at the address that others use.
     """
 
     def __init__(
@@ -87,12 +167,16 @@ class Survivor:
         self.membership = membership
         self.own = own or state_copies.new_pair()
         self.kept = kept or state_copies.new_pair()
-        self._hellos: queue.Queue[tuple[dict[str, Any], Connection]] | None = None
+        self._hellos: queue.Queue[tuple[_Hello, Connection]] | None = None
         if listener is None:
-            self.socket = socket.create_server(("", 0), backlog=1024)
+            self.socket = calls.listen(watchdog.own_host())
         else:
             self.socket, self._hellos = socket.socket(fileno=listener), queue.Queue()
         self._pushing: threading.Thread | None = None
+        self._undelivered: Exception | None = None
+        self._has_warned = False
+        # Others give up a process that stands still, until it takes a copy together with them.
+        self._awake, self._woken, self._together = time.monotonic(), -1.0, -1.0
         # Whoever holds it may change what the copies say of themselves, or end this program.
         self._changing = threading.Lock()
         threading.Thread(target=self._serve, name="survivor", daemon=True).start()
@@ -118,7 +202,19 @@ class Survivor:
         """
         if self._pushing is not None:
             self._pushing.join()
+        began = time.monotonic()
         position = data()
+        self._together = began
+        # The partner has taken part, so that it is alive.
+        if self._undelivered is not None and not self._has_warned:
+            self._has_warned = True
+            partner = self.membership.partner
+            watchdog.tell(
+                f"warning: a copy of process {self.membership.number} has not reached process "
+                f"{partner} at {calls.written(self.membership.members[partner])} "
+                f"({str(self._undelivered) or 'the call was ended'}). Without copies the run "
+                "cannot go on when this process is lost: open all ports between processes."
+            )
         copy = state_copies.older(self.own)
         self._forget(copy)
         state_copies.write(copy, step, state, position)
@@ -131,88 +227,95 @@ class Survivor:
 
     def _push(self, copy: Copy) -> None:
         address = self.membership.members[self.membership.partner]
-        fields = dataclasses.asdict(copy)
-        # If the partner is gone, `train.watchdog` finds out.
-        with contextlib.suppress(OSError, EOFError), self._call(address, "keep", **fields) as call:
-            size = sum(part.size for part in copy.parts)
-            for offset in range(0, size, _CHUNK_BYTES):
-                call.send_bytes(copy.read(offset, min(_CHUNK_BYTES, size - offset)))
-            call.recv_bytes()
+        try:
+            with self._call(address, _Keep(copy)) as call:
+                size = sum(part.size for part in copy.parts)
+                for offset in range(0, size, _CHUNK_BYTES):
+                    call.send_bytes(copy.read(offset, min(_CHUNK_BYTES, size - offset)))
+                call.recv_bytes()
+        except (OSError, EOFError) as error:
+            self._undelivered = error
 
-    def _keep(self, call: Connection, fields: Mapping[str, Any]) -> None:
+    def _keep(self, call: Connection, given: Copy) -> None:
         copy = state_copies.older(self.kept)
         self._forget(copy)
-        given = state_copies.from_json(dict(fields))
         left = sum(part.size for part in given.parts)
         with open(copy.file, "wb", closefd=False) as file:
             file.seek(0)
-            while left:
+            while left > 0:
                 left -= file.write(call.recv_bytes())
         copy.data, copy.sizes, copy.parts = given.data, given.sizes, given.parts
         copy.step = given.step
         call.send_bytes(b"kept")
 
-    def whole(self) -> dict[int, list[Copy]]:
-        """Returns the copies that are whole, by step."""
-        copies: dict[int, list[Copy]] = {}
-        for copy in self._copies:
-            if copy.step >= 0:
-                copies.setdefault(copy.step, []).append(copy)
-        return copies
+    @property
+    def whole(self) -> list[Copy]:
+        """The copies that are whole."""
+        return [copy for copy in self._copies if copy.step >= 0]
 
     # Calls.
 
-    def _call(self, address: Address, kind: str, **fields: Any) -> Connection:
-        connected = socket.create_connection(address, _CONNECT_SECONDS)
-        connected.settimeout(None)
-        call = Connection(connected.detach())
-        message = {"token": self.membership.token, "kind": kind, **fields}
-        call.send_bytes(json.dumps(message).encode())
-        return call
+    def _call(self, address: Address, message: _Message) -> Connection:
+        token, content = self.membership.token.encode(), _MESSAGE.dump_json(message)
+        return calls.call(address, token, content, seconds=_CONNECT_SECONDS)
 
     def _serve(self) -> None:
-        while True:
-            call = Connection(self.socket.accept()[0].detach())
-            threading.Thread(target=self._answer, args=(call,), daemon=True).start()
+        token = self.membership.token.encode()
+        calls.serve(self.socket, token, self._answer, is_over=self._look_at_clock)
 
     def _answer(self, call: Connection) -> None:
-        waits = False
-        with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-            asked = json.loads(call.recv_bytes())
-            kind = asked.pop("kind")
-            if not secrets.compare_digest(asked.pop("token"), self.membership.token):
-                pass
-            elif kind == "keep":
-                self._keep(call, asked)
-            elif kind == "read":
-                call.send_bytes(self._read(asked["file"], asked["offset"], asked["size"]))
-            elif asked["generation"] != self.membership.generation:
-                call.send_bytes(json.dumps({"refused": "the others have gone on"}).encode())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(call)
+            message = _MESSAGE.validate_json(call.recv_bytes(), strict=True)
+            if isinstance(message, _Keep):
+                self._keep(call, message.copy)
+            elif isinstance(message, _Read):
+                call.send_bytes(self._read(message.file, message.offset, message.size))
+            elif message.generation != self.membership.generation:
+                call.send_bytes(_ANSWER.dump_json("the others have gone on"))
             elif self._hellos is None:
                 self.leave()
-            elif waits := kind == "hello":
-                self._hellos.put((asked, call))
-        if not waits:
-            call.close()
+            elif isinstance(message, _Hello):
+                call.send_bytes(_HEARD)
+                self._hellos.put((message, call))
+                stack.pop_all()
 
     # Leaving.
+
+    def _look_at_clock(self) -> bool:
+        """Notes whether this program has stood still; returns whether its socket is closed."""
+        now = time.monotonic()
+        patience = self.membership.config["distributed"]["patience_seconds"]
+        # The others count from an earlier time, that of the last sign of life.
+        if now - self._awake > max(patience - _MARGIN_SECONDS, patience / 2):
+            self._woken = now
+        self._awake = now
+        return self.socket.fileno() < 0
+
+    @property
+    def has_stood_still(self) -> bool:
+        """Whether this process may have stood still for so long that the others gave it up."""
+        self._look_at_clock()
+        return self._woken > self._together
 
     def leave(self) -> NoReturn:
         """Replaces this program by a new one, which regroups with those that are left.
 
-        Any thread may call it, and a handler of a signal.
+        Ends it instead if the others have given it up. Any thread may call it, and a handler of a
+        signal.
         """
+        if self.has_stood_still:
+            watchdog.tell(
+                f"error: process {self.membership.number} stood still, and the others have given it"
+                f" up. It ends with status {RESTART}: if they have not gone on, start all "
+                "processes again with --resume to continue."
+            )
+            os._exit(RESTART)
         if not self._changing.acquire(timeout=_CONNECT_SECONDS):
             threading.Event().wait()  # another thread is doing it
-        handover = {
-            "membership": dataclasses.asdict(self.membership),
-            "own": [dataclasses.asdict(copy) for copy in self.own],
-            "kept": [dataclasses.asdict(copy) for copy in self.kept],
-            "listener": self.socket.fileno(),
-        }
+        left = _Left(self.membership, self.own, self.kept, self.socket.fileno())
         file = os.memfd_create("handover")
-        with open(file, "w", encoding="utf-8", closefd=False) as text:
-            json.dump(handover, text)
+        os.write(file, _LEFT.dump_json(left))
         os.environ[_HANDOVER] = str(file)
         stays = {0, 1, 2, file, self.socket.fileno()}
         stays |= {copy.file for copy in self._copies}
@@ -236,111 +339,120 @@ class Survivor:
           SystemExit: they do without this process, which they need no longer.
         """
         config = Config.model_validate(self.membership.config)
-        until = time.monotonic() + config.distributed.patience_seconds
-        answer, calls = None, list[Connection]()
-        for address in self.membership.members[: self.membership.number]:
-            # A leader that waits for a frozen process answers when its own time is over.
-            answer, calls = self._follow(address, until + config.distributed.patience_seconds)
-            if answer is not None:
+        patience = config.distributed.patience_seconds
+        decision, open_calls = None, list[Connection]()
+        for number in range(self.membership.number):
+            decision, open_calls = self._follow(number, patience)
+            if decision is not None:
                 break
         else:
-            answer, calls = self._lead(config, until)
-        assert answer is not None
-        if "refused" in answer:
-            raise CannotContinueError(answer["refused"])
-        group = self._joined(answer, calls)
+            decision, open_calls = self._lead(config, patience)
+        assert decision is not None
+        if isinstance(decision, str):
+            raise CannotContinueError(decision)
+        group = self._joined(decision, open_calls)
         self._hellos = None
         return group
 
-    def _hello(self) -> dict[str, Any]:
-        copies = {step: list(map(dataclasses.asdict, c)) for step, c in self.whole().items()}
+    def _hello(self) -> _Hello:
         own = self.membership
-        return {"number": own.number, "generation": own.generation, "copies": copies}
+        return _Hello(own.number, own.generation, self.whole)
 
     def _follow(
-        self, address: Address, until: float
-    ) -> tuple[dict[str, Any] | None, list[Connection]]:
-        """Asks a process with a lower number; the answer is None if it is dead."""
-        while time.monotonic() < until:
+        self, number: int, patience: float
+    ) -> tuple[_Decision | str | None, list[Connection]]:
+        """Asks a process with a lower number; there is no answer if it is dead or frozen."""
+        until = time.monotonic() + patience
+        while (left := until - time.monotonic()) > 0:
             try:
-                call = self._call(address, "hello", **self._hello())
+                call = self._call(self.membership.members[number], self._hello())
             except OSError:
-                return None, []
-            with contextlib.suppress(OSError, EOFError):  # it is replacing itself
-                if call.poll(max(until - time.monotonic(), 0)):
-                    return json.loads(call.recv_bytes()), [call]
+                break
+            with contextlib.suppress(OSError, EOFError, ValueError):  # it is replacing itself
+                # Having heard, it waits for all before it, and for those behind it that are frozen.
+                for seconds in (left, (number + 2) * patience):
+                    if not call.poll(seconds):
+                        return None, []
+                    if (content := call.recv_bytes()) != _HEARD:
+                        return _ANSWER.validate_json(content, strict=True), [call]
             call.close()
             time.sleep(_RETRY_SECONDS)
-        raise CannotContinueError("one of them does not answer")
+        return None, []
 
-    def _lead(self, config: Config, until: float) -> tuple[dict[str, Any], list[Connection]]:
+    def _lead(self, config: Config, patience: float) -> tuple[_Decision | str, list[Connection]]:
         """Waits for those that are left, decides, and tells them."""
         assert self._hellos is not None
-        own = self.membership
+        own, until = self.membership, time.monotonic() + patience
         waiting = set(range(own.number + 1, len(own.members)))
-        hellos, calls = {own.number: json.loads(json.dumps(self._hello()))}, list[Connection]()
+        hellos, open_calls = {own.number: self._hello()}, list[Connection]()
         while waiting and time.monotonic() < until:
             for number in sorted(waiting):
                 try:
-                    self._call(own.members[number], "come", generation=own.generation).close()
+                    self._call(own.members[number], _Come(own.generation)).close()
                 except OSError:
                     waiting.remove(number)
             with contextlib.suppress(queue.Empty):
                 while waiting:
                     hello, call = self._hellos.get(timeout=_RETRY_SECONDS)
-                    hellos[hello["number"]] = hello
-                    waiting.discard(hello["number"])
-                    calls.append(call)
+                    hellos[hello.number] = hello
+                    waiting.discard(hello.number)
+                    open_calls.append(call)
+        decision: _Decision | str
         try:
-            answer = self._decided(config, hellos)
+            decision = self._decided(config, hellos)
         except CannotContinueError as error:
-            answer = {"refused": error.reason}
-        for call in calls:
+            decision = error.reason
+        for call in open_calls:
             with contextlib.suppress(OSError):
-                call.send_bytes(json.dumps(answer).encode())
-        return answer, calls
+                call.send_bytes(_ANSWER.dump_json(decision))
+        return decision, open_calls
 
-    def _decided(self, config: Config, hellos: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    def _decided(self, config: Config, hellos: Mapping[int, _Hello]) -> _Decision:
         members = self.membership.members
-        steps = set.intersection(*(set(hello["copies"]) for hello in hellos.values()))
+        if self.has_stood_still:
+            raise CannotContinueError("the one that decides stood still meanwhile")
+        steps = set.intersection(*({copy.step for copy in h.copies} for h in hellos.values()))
         if not steps:
             raise CannotContinueError("not all of them have a copy of the same step")
         # Of the newest step, what was lost may not have been sent yet.
-        for step in sorted(map(int, steps), reverse=True):
-            copies = {n: hello["copies"][str(step)] for n, hello in hellos.items()}
-            if _are_whole([copy for of_one in copies.values() for copy in of_one]):
+        for step in sorted(steps, reverse=True):
+            copies = {n: [c for c in h.copies if c.step == step] for n, h in hellos.items()}
+            if state_copies.are_whole([copy for of_one in copies.values() for copy in of_one]):
                 break
         else:
             raise CannotContinueError("parts of the state are in no copy")
-        with socket.create_server(("", 0)) as probe:
+        host = members[self.membership.number][0]
+        with calls.listen(host) as probe:
             port = probe.getsockname()[1]
-        coordinator = f"{members[self.membership.number][0]}:{port}"
-        smaller = fitting(config, len(hellos), len(members), coordinator)
+        smaller = fitting(config, len(hellos), len(members), calls.written((host, port)))
         if smaller is None:
             raise CannotContinueError("no mesh with fewer data shards fits their devices")
         order = sorted(hellos)[: smaller.distributed.num_processes]
-        return {"config": smaller.model_dump(), "step": step, "order": order, "copies": copies}
+        return _Decision(smaller.model_dump(), step, order, copies)
 
-    def _joined(self, answer: dict[str, Any], calls: list[Connection]) -> Group:
-        own, order, step = self.membership, answer["order"], answer["step"]
+    def _joined(self, decision: _Decision, open_calls: list[Connection]) -> Group:
+        own, order, step = self.membership, decision.order, decision.step
         if own.number not in order:
-            print("this process is not needed by the smaller mesh", flush=True)
+            print(
+                f"this process is not needed by the smaller mesh: it ends with status {NOT_NEEDED} "
+                "once the others have its copies",
+                flush=True,
+            )
             with contextlib.suppress(OSError, EOFError):
-                calls[0].recv_bytes()  # until the others have read its copies
-            raise SystemExit(0)
+                open_calls[0].recv_bytes()
+            raise SystemExit(NOT_NEEDED)
         for copy in self._copies:
             if copy.step != step:
                 copy.step = -1
-        sources = sorted(answer["copies"].items(), key=lambda item: int(item[0]) != own.number)
+        sources = sorted(decision.copies.items(), key=lambda item: item[0] != own.number)
         parts = [
-            (part, self._reader(int(number), copy["file"]))
+            (part, self._reader(number, copy.file))
             for number, copies in sources
             for copy in copies
-            for part in state_copies.parts_from_json(copy["parts"])
+            for part in copy.parts
         ]
-        config = answer["config"]
+        config = decision.config
         config["distributed"]["process_id"] = order.index(own.number)
-        lost = sorted({*range(len(own.members))} - {int(n) for n in answer["copies"]})
         self.membership = dataclasses.replace(
             own,
             config=config,
@@ -348,8 +460,9 @@ class Survivor:
             generation=own.generation + 1,
             members=[own.members[n] for n in order],
         )
-        data = self.whole()[step][0].data
-        return Group(self, Config.model_validate(config), step, data, lost, parts, calls)
+        data = self.whole[0].data
+        lost = sorted({*range(len(own.members))} - decision.copies.keys())
+        return Group(self, Config.model_validate(config), step, data, lost, parts, open_calls)
 
     def _reader(self, number: int, file: int) -> state_copies.Read:
         own, address = self.membership.number, self.membership.members[number]
@@ -357,8 +470,7 @@ class Survivor:
         def read(part: Part) -> bytes:
             if number == own:
                 return self._read(file, part.offset, part.size)
-            where = {"file": file, "offset": part.offset, "size": part.size}
-            with self._call(address, "read", **where) as call:
+            with self._call(address, _Read(file, part.offset, part.size)) as call:
                 return call.recv_bytes()
 
         return read
@@ -394,8 +506,15 @@ class Group:
         return f"without process{several} {numbers}" if self.lost else "with all processes"
 
     def restore(self, shapes: PyTree) -> PyTree:
-        """Makes the state of the copies, given its shapes with shardings."""
-        return state_copies.restore(shapes, self.parts)
+        """Makes the state of the copies, given its shapes with shardings.
+
+        Raises:
+          CannotContinueError: a process that has a part does not answer.
+        """
+        try:
+            return state_copies.restore(shapes, self.parts)
+        except (OSError, EOFError) as error:
+            raise CannotContinueError(f"a copy cannot be read ({error})") from error
 
     def release(self) -> None:
         """Lets processes end that are not needed any more."""
@@ -435,18 +554,13 @@ def fitting(config: Config, left: int, count: int, coordinator: str) -> Config |
     return None
 
 
-def _are_whole(copies: Sequence[Mapping[str, Any]]) -> bool:
-    """Says whether copies, as JSON has them, hold all of the state."""
-    parts = [part for copy in copies for part in state_copies.parts_from_json(copy["parts"])]
-    return state_copies.are_whole(parts, copies[0]["sizes"])
-
-
-def joined(config: Config, group: Group | None) -> Survivor | None:
+def joined(config: Config, group: Group | None, lock: str) -> Survivor | None:
     """Joins the processes of a run in a group that outlives some; every process must call it.
 
     Args:
       config: configuration of the run.
       group: what is left of an earlier group, if this program has replaced another.
+      lock: identifies the lock of the run folder that the processes have.
 
     Returns:
       This process in the group; None if the run keeps no copies, or no other process is there.
@@ -454,16 +568,13 @@ def joined(config: Config, group: Group | None) -> Survivor | None:
     if not config.distributed.copy_every or jax.process_count() == 1:
         return None
     if group is not None:
-        return group.survivor
-    number, client = jax.process_index(), watchdog.client()
-    token = distributed.from_first(lambda: secrets.token_hex(16))
-    survivor = Survivor(Membership(config.model_dump(), number, 0, token, []))
-    address = watchdog.own_host(), survivor.socket.getsockname()[1]
-    client.key_value_set(f"{_KEY}{number}", json.dumps(address))
-    wait = int(1000 * config.distributed.patience_seconds)
-    keys = [f"{_KEY}{other}" for other in range(jax.process_count())]
-    addresses = [json.loads(client.blocking_key_value_get(key, wait)) for key in keys]
-    members = [(host, port) for host, port in addresses]
+        survivor = group.survivor
+        survivor.membership = dataclasses.replace(survivor.membership, lock=lock)
+        return survivor
+    number, token = jax.process_index(), distributed.from_first(lambda: secrets.token_hex(16))
+    survivor = Survivor(Membership(config.model_dump(), number, 0, token, lock, []))
+    own = calls.written(survivor.socket.getsockname()[:2])
+    members = list(map(calls.parsed, distributed.gathered(own)))
     survivor.membership = dataclasses.replace(survivor.membership, members=members)
     return survivor
 
@@ -473,11 +584,7 @@ def inherited() -> Survivor | None:
     file = os.environ.pop(_HANDOVER, None)
     if file is None:
         return None
-    with open(int(file), encoding="utf-8") as text:
-        text.seek(0)
-        left = json.load(text)
-    pairs = [list(map(state_copies.from_json, left[name])) for name in ("own", "kept")]
-    members = [(host, port) for host, port in left["membership"].pop("members")]
-    own, kept = pairs
-    membership = Membership(**left["membership"], members=members)
-    return Survivor(membership, own, kept, left["listener"])
+    with open(int(file), "rb") as content:
+        content.seek(0)
+        left = _LEFT.validate_json(content.read())
+    return Survivor(left.membership, left.own, left.kept, left.listener)

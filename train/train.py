@@ -2,7 +2,8 @@
 
 Ends with 0 when it is done or was asked to stop, 1 when the loss is not finite, 2 when the input or
 the disk is at fault, 70 after any other error, 75 when another process is missing and all can be
-started again, 130 when it was interrupted before training.
+started again, 79 when the others go on without a lost process and need this one no longer, 130 when
+it was interrupted before training.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _main(arguments: Sequence[str]) -> int:
     from train.goodput import Goodput
 
     goodput = Goodput()
-    from train import command_line, errors, run_folder, watchdog
+    from train import command_line, errors, run_folder
 
     try:
         invocation = command_line.parse(arguments)
@@ -76,7 +77,7 @@ def _main(arguments: Sequence[str]) -> int:
         return _refuse(error)
     except errors.RestartError as error:
         print(f"error: {error}", file=sys.stderr)
-        return watchdog.RESTART
+        return errors.RESTART
     except errors.NonFiniteLossError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -96,6 +97,7 @@ def _main(arguments: Sequence[str]) -> int:
 def _run(invocation, goodput) -> None:
     from jaxpipe import gpu_flags
     from train import checks, configured, distributed, errors, survivors
+    from train.watchdog import Watchdog
 
     group = None
     if (survivor := survivors.inherited()) is not None:
@@ -126,27 +128,28 @@ def _run(invocation, goodput) -> None:
         print(f"warning: this XLA does not know {', '.join(unknown)}", file=sys.stderr)
     patience = config.distributed.patience_seconds
     distributed.start(processes, run=config.run_dir, patience_seconds=patience)
+    with Watchdog(patience) as watchdog, watchdog.explained():
+        if group is not None:
+            watchdog.survivor = group.survivor
 
-    import jax
+        import jax
 
-    _keep_programs()
-    _quieten_checkpoints()
-    _show_library_log(is_writer=jax.process_index() == 0)
-    devices = checks.device_failures(
-        config, num_devices=jax.device_count(), platform=jax.default_backend()
-    )
-    failures += checks.without(devices, broken)
-    if failures:
-        raise errors.ConfigError(failures)
+        _keep_programs()
+        _quieten_checkpoints()
+        _show_library_log(is_writer=jax.process_index() == 0)
+        devices = checks.device_failures(
+            config, num_devices=jax.device_count(), platform=jax.default_backend()
+        )
+        failures += checks.without(devices, broken)
+        if failures:
+            raise errors.ConfigError(failures)
 
-    from train import dry_run, evaluation, loop, plan
-    from train.watchdog import Watchdog
+        from train import dry_run, evaluation, loop, plan
 
-    if chooses:
-        config, why = plan.choose(config)
-        if jax.process_index() == 0:
-            print(why, flush=True)
-    with Watchdog(config.distributed.patience_seconds) as watchdog:
+        if chooses:
+            config, why = plan.choose(config)
+            if jax.process_index() == 0:
+                print(why, flush=True)
         if invocation.dry_run:
             dry_run.run(config)
         elif invocation.evaluate:
@@ -236,4 +239,11 @@ def lasting(stream: Any) -> Any:
 
 if __name__ == "__main__":
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    from train.errors import RESTART
+
+    if status == RESTART:
+        # At an orderly end jax would wait for the others.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

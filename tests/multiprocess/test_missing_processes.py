@@ -6,7 +6,7 @@ import time
 
 import limits
 import pytest
-from command import finish, num_lines, saved, steps
+from command import finish, num_lines, saved, start, steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -79,6 +79,40 @@ def test_whoever_freezes_or_dies_the_next_start_continues(toy_trainer, tmp_path,
     common = min(len(losses), len(expected))
     assert common > 8
     assert losses[:common] == expected[:common]
+
+
+_KILLED_AT = """
+import os, sys
+import jax
+from jax.experimental import multihost_utils
+from train import train
+{} = lambda *_, **__: os.kill(os.getpid(), 9)
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        pytest.param("jax.distributed.initialize", "was lost while jax co", marks=pytest.mark.slow),
+        (
+            "multihost_utils.broadcast_one_to_all",
+            "error: process 1 is missing: it was last ",
+        ),
+    ],
+)
+def test_a_process_that_is_lost_before_training_is_missed(toy_trainer, tmp_path, where, said):
+    """At every start, and so where processes go on without another one and lose a second."""
+    patience = f"--distributed.patience-seconds={PATIENCE}"
+    options = "--run-dir", tmp_path / "run", "--resume", patience, *_LAYOUT
+    with toy_trainer.processes(1, *options, "--distributed.num-processes=2") as (first,):
+        given = list(map(str, first.args[first.args.index("--config") :]))
+        code = _KILLED_AT.format(where)
+        second = start("python", "-c", code, *given, "--distributed.process-id=1")
+        finish(second, -signal.SIGKILL)
+        ended = finish(first, RESTART)
+    assert said in ended.err, str(ended)
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.slow

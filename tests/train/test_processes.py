@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_the_kubernetes_manifest_starts_every_process_of_the_mesh(monkeypatch):
         count = job["parallelism"]
         _check_process(given, count=count, number=number, coordinator=first, gpus=gpus)
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [2]  # and so not watchdog.RESTART
+    assert rule["onExitCodes"]["values"] == [2]  # and so not errors.RESTART
 
 
 def _script(path: Path, text: str):
@@ -120,7 +121,7 @@ def test_the_skypilot_task_starts_every_process_of_the_mesh(monkeypatch, tmp_pat
         script, *options = done.out.splitlines()
         assert script == "train/train.py"
         _check_process(options, count=count, number=number, coordinator="10.0.0.1:8476", gpus=gpus)
-    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [watchdog.RESTART]}
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [errors.RESTART]}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,83 @@ class _EndedError(Exception):
     """In place of the end of the process."""
 
 
+def _watched(monkeypatch, *, patience, step_seconds, alive, beats=lambda clock: {}):
+    """Whom a process names, and after how long, when some of four say nothing from now on."""
+    clock = [1000.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+
+    def end(_, named, *, reason, alive=False):
+        raise _EndedError(named, reason, clock[0] - 1000)
+
+    monkeypatch.setattr(Watchdog, "_end", end)
+    dog = Watchdog(patience)
+    dog._heard = {n: dog._heard.get(0)._replace(at=clock[0]) for n in range(4)}
+    dog._is_stepping, dog._longest = True, step_seconds
+
+    class Seconds:
+        """In place of the event: a second passes, and who is alive has said so."""
+
+        def wait(self, _):
+            clock[0] += 1
+            for n, heard in dog._heard.items():
+                if n in alive or not dog._is_late(watchdog._GONE_SECONDS):
+                    beat = beats(clock[0]).get(n, heard.beat)
+                    dog._heard[n] = watchdog._Heard(beat, clock[0])
+            if 0 in alive:
+                dog._answered = clock[0]
+            return False
+
+    dog._ended = Seconds()
+    with pytest.raises(_EndedError) as caught:
+        dog._watch()
+    return caught.value.args
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize(("patience", "step_seconds"), [(8, 0.1), (8, 4.5), (30, 1), (60, 30)])
+def test_a_frozen_process_is_silent_however_long_steps_are(
+    monkeypatch, frozen, patience, step_seconds
+):
+    alive = {*range(4)} - {frozen}
+    given = {"patience": patience, "step_seconds": step_seconds, "alive": alive}
+    named, reason, after = _watched(monkeypatch, **given)
+    assert (named, reason) == ([frozen], "no answer")
+    assert patience < after < patience + 7
+
+
+def test_those_behind_are_named_where_all_are_alive(monkeypatch):
+    def beats(clock):
+        return {n: watchdog.Beat(int(clock), "step 8", 8 if n == 3 else 7) for n in range(4)}
+
+    found = _watched(monkeypatch, patience=9, step_seconds=2, alive={*range(4)}, beats=beats)
+    assert found == ([0, 1, 2], "no progress", 12)
+
+
+def test_what_strangers_write_to_the_store_ends_no_watch(monkeypatch):
+    monkeypatch.setattr(watchdog, "_BEAT_SECONDS", 0.01)
+    junk = ["", "3", "null", "[" * 9999, '{"step": "x"}', '{"missing": 4}', '{"missing": ["a"]}']
+    key, asked = watchdog._KEY, threading.Semaphore(0)
+    messages = [(f"{key}0", text) for text in junk]
+    messages += [(f"{key}{name}", '{"step": 1}') for name in ("", "x", "7", "-1", "1/1")]
+
+    class Store:
+        def key_value_set(self, *_, **__):
+            asked.release()
+
+        def key_value_dir_get(self, _):
+            return [*messages, (f"{key}0", '{"beat": 5, "step": 6}')]
+
+    dog = Watchdog(60)
+    dog._client, dog._asks = Store(), True
+    thread = threading.Thread(target=dog._say)
+    thread.start()
+    for _ in range(3):
+        assert asked.acquire(timeout=limits.hang())
+    dog._ended.set()
+    thread.join()
+    assert dog._heard[0].beat == watchdog.Beat(5, step=6)
+
+
 @pytest.mark.parametrize(
     ("frozen", "silent", "named"),
     [
@@ -261,7 +339,7 @@ def test_who_is_missing_after_the_connection_is_lost(monkeypatch, frozen, silent
         raise _EndedError
 
     monkeypatch.setattr(Watchdog, "_end", end)
-    monkeypatch.setattr(watchdog, "_address", lambda: "localhost:1")  # nobody listens there
+    monkeypatch.setattr(watchdog, "_coordinator", lambda: ("localhost", 1))  # nobody listens there
     dog, now = Watchdog(60), time.monotonic()
     dog._answered = now - silent
     heard = dog._heard[0]
