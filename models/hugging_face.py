@@ -33,6 +33,8 @@ from models.hugging_face_files import (
     library,
     read_json,
     replace_model,
+    shortened_list,
+    stored_name,
     together,
 )
 
@@ -100,7 +102,8 @@ class Folder:
                 "can be read."
             )
         family = self._family = FAMILIES[name]
-        tensors = [part for t in find_tensors(folder) for part in apart(t, family.joined)]
+        stored = find_tensors(folder, unread=family.unread)
+        tensors = [part for tensor in stored for part in apart(tensor, family.joined)]
         self._tensors = {_current_name(tensor.name, family): tensor for tensor in tensors}
         try:
             self.config = family.read(fields, set(self._tensors))
@@ -109,7 +112,7 @@ class Folder:
         ids = fields.token_ids(family.token_ids) if family.token_ids else TokenIds()
         self.token_ids: TokenIds = ids
         self._names = _names(family, self.config)
-        _check_tensors(folder, self._names, self._tensors, family)
+        _check_tensors(folder, fields, self._names, self._tensors, family, self.config)
         self._leaves = jax.tree_util.tree_map_with_path(
             lambda path, shape: functools.partial(self._leaf, path, shape),
             _shapes(family, self.config),
@@ -136,10 +139,14 @@ class Folder:
             return np.zeros(shape.shape, np.float32)
         names = self._names[_path(path)]
         layers = [names.layers[n] for n in number or range(len(names.layers))]
-        arrays = [
-            _join(self._family, path, [self._tensors[name].read() for name in layer], names.experts)
-            for layer in layers
-        ]
+        arrays = []
+        for layer in layers:
+            tensors = [self._tensors[name] for name in layer]
+            numbers = [tensor.read() for tensor in tensors]
+            arrays.append(_join(self._family, path, numbers, names.experts))
+            # NaN is the largest number, and the smallest.
+            if not (np.isfinite(arrays[-1].max()) and np.isfinite(arrays[-1].min())):
+                _refuse_not_finite(tensors, numbers)
         return np.stack(arrays) if names.stacked and not number else arrays[0]
 
 
@@ -345,36 +352,85 @@ def _split(
 
 
 def _check_tensors(
-    folder: Path, names: dict[str, _Names], tensors: dict[str, Tensor | Part], family: Family
+    folder: Path,
+    fields: Fields,
+    names: dict[str, _Names],
+    tensors: dict[str, Tensor | Part],
+    family: Family,
+    config: Config,
 ) -> None:
-    """Raises ValueError with every problem, before any tensor is used."""
+    """Raises ValueError with every problem, in the files' own names, before a tensor is used."""
     wanted = {
         name: shape
         for theirs in names.values()
         for layer in theirs.layers
         for name, shape in zip(layer, theirs.shapes, strict=True)
     }
-    missing = sorted(wanted.keys() - tensors.keys())
+    lacking = wanted.keys() - tensors.keys()
+    has_prefix = any(t.stored.name.startswith(family.prefix) for t in tensors.values())
+    prefix = family.prefix if has_prefix else ""
+    missing = sorted({prefix + stored_name(name, family.joined) for name in lacking})
     unexpected = sorted(
-        name for name in tensors.keys() - wanted.keys() if not name.endswith(family.unread)
+        {
+            tensor.stored.name
+            for name, tensor in tensors.items()
+            if name not in wanted and not name.endswith(family.unread)
+        }
     )
     failures = [
-        f"{folder} {what}: {', '.join(some[:8])}{f' and {len(some) - 8} more' * (len(some) > 8)}."
+        f"{folder} {what}: {shortened_list(some)}."
         for what, some in (("lacks tensors", missing), ("has tensors of no use", unexpected))
         if some
     ]
     for name, tensor in tensors.items():
-        gives = f"{tensor.file}: {tensor.name} gives"
+        gives = f"{tensor.file}: {tensor.stored.name} gives"
         if tensor.shape != wanted.get(name, tensor.shape):
             failures.append(
-                f"{gives} a tensor of shape {list(tensor.shape)}, but config.json "
-                f"asks for {list(wanted[name])}."
+                f"{gives} a tensor of shape {list(tensor.stored.shape)}, but config.json "
+                f"asks for {list(tensor.stored_shape(wanted[name]))}."
             )
         if name in wanted and tensor.dtype not in _FLOATS:
             failures.append(
                 f"{gives} {tensor.dtype} numbers; weights must be floating-point, not quantized."
             )
-    refuse(failures)
+    if failures and (quantized := fields.part("quantization_config")).count:
+        method = shown(quantized.get("quant_method", None))
+        failures = [
+            f"{folder / CONFIG} has a quantization_config (quant_method={method}); only weights in "
+            "floating-point can be read. Dequantize the model with the transformers library, then "
+            "save_pretrained."
+        ]
+    elif missing:
+        failures = [*_bare(folder, fields, lacking, tensors, family.write(config)), *failures]
+    refuse(dict.fromkeys(failures))
+
+
+def _bare(
+    folder: Path,
+    fields: Fields,
+    lacking: set[str],
+    tensors: dict[str, Tensor | Part],
+    written: dict[str, Any],
+) -> list[str]:
+    """Says that a model lacks its head, or has one of another kind, if that is so."""
+    whole, saved = written["architectures"], fields.get("architectures", None)
+    if saved in (None, whole) and not any(name.partition(".")[2] in tensors for name in lacking):
+        return []
+    return [
+        f"{folder / CONFIG} has architectures={shown(saved)}, a model without the head of "
+        f"{whole[0]}, the only one that can be read. Load the folder as {whole[0]}, which makes "
+        "a new head unless it is tied, then save_pretrained."
+    ]
+
+
+def _refuse_not_finite(tensors: list[Tensor | Part], numbers: list[np.ndarray]) -> None:
+    """Raises ValueError with the tensors that hold NaN or infinite numbers, as float32."""
+    refuse(
+        f"{tensor.file}: {tensor.stored.name} holds {count} numbers that are NaN or infinite in "
+        "float32; weights must be finite."
+        for tensor, values in zip(tensors, numbers, strict=True)
+        if (count := np.count_nonzero(~np.isfinite(values.astype(np.float32))))
+    )
 
 
 def _check_trees(trees: PyTree, wanted: PyTree) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,11 @@ _DTYPES = {
 """Numpy's names for the kinds of numbers; a kind without one keeps the name of the file format."""
 
 
+def shortened_list(names: Sequence[str]) -> str:
+    """Writes the first of some names, and how many more there are."""
+    return f"{', '.join(names[:8])}{f' and {len(names) - 8} more' * (len(names) > 8)}"
+
+
 class Tensor(NamedTuple):
     """A tensor of a file, under its name there; its numbers are only read when asked for."""
 
@@ -48,6 +54,15 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     opened: Any
+
+    @property
+    def stored(self) -> Tensor:
+        """The tensor of the file."""
+        return self
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that the file's tensor has where this one has the given shape."""
+        return shape
 
     def read(self) -> np.ndarray:
         """Reads the numbers."""
@@ -69,6 +84,16 @@ class Part(NamedTuple):
     name: str
     first: int
     step: int
+
+    @property
+    def stored(self) -> Tensor:
+        """The tensor of the file."""
+        return self.tensor
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that the file's tensor has where this part has the given shape."""
+        *dims, columns = shape[::-1] if len(shape) == 3 else shape
+        return *dims, columns * self.step
 
     @property
     def file(self) -> Path:
@@ -105,6 +130,15 @@ def apart(tensor: Tensor, joined: Joined) -> list[Tensor | Part]:
     return [tensor]
 
 
+def stored_name(name: str, joined: Joined) -> str:
+    """Returns the name of the tensor that holds a part."""
+    for ending, names in joined:
+        for part in names:
+            if name.endswith(part):
+                return name.removesuffix(part) + ending
+    return name
+
+
 def together(tensors: dict[str, np.ndarray], joined: Joined) -> dict[str, np.ndarray]:
     """Undoes `apart`."""
     tensors = dict(tensors)
@@ -116,8 +150,13 @@ def together(tensors: dict[str, np.ndarray], joined: Joined) -> dict[str, np.nda
     return tensors
 
 
-def find_tensors(folder: Path) -> list[Tensor]:
-    """Lists all tensors of a folder, without reading any."""
+def find_tensors(folder: Path, *, unread: tuple[str, ...]) -> list[Tensor]:
+    """Lists all tensors of a folder, without reading any.
+
+    Args:
+      folder: the folder.
+      unread: endings of names that an index may list though no file has them, as of tied tables.
+    """
     # As in the library, one file comes before an index.
     sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
     tensors = []
@@ -136,19 +175,25 @@ def find_tensors(folder: Path) -> list[Tensor]:
             dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
             tensors.append(Tensor(file, tensor, tuple(part.get_shape()), dtype, opened))
     if sharded:
-        _check_listed(folder, tensors)
+        _check_listed(folder, tensors, unread)
     return tensors
 
 
-def _check_listed(folder: Path, tensors: list[Tensor]) -> None:
+def _check_listed(folder: Path, tensors: list[Tensor], unread: tuple[str, ...]) -> None:
     """Raises ValueError unless every tensor is in the file that the index says, and only there."""
     files_of: dict[str, list[Path]] = {}
     for tensor in tensors:
         files_of.setdefault(tensor.name, []).append(tensor.file)
+    lacking: dict[Path, list[str]] = {}
+    weight_map = read_json(folder / INDEX)["weight_map"]
+    paths = {name: folder / name for name in set(weight_map.values())}
+    for name, file in weight_map.items():
+        is_there = paths[file] in files_of.get(name, ())
+        if not is_there and (name in files_of or not name.endswith(unread)):
+            lacking.setdefault(paths[file], []).append(name)
     failures = [
-        f"{folder / file} lacks {name}, which {INDEX} says it holds."
-        for name, file in read_json(folder / INDEX)["weight_map"].items()
-        if folder / file not in files_of.get(name, [])
+        f"{file} lacks {shortened_list(names)}, which {INDEX} says it holds."
+        for file, names in lacking.items()
     ]
     failures += [
         f"{' and '.join(map(str, files))} both hold {name}."
@@ -173,17 +218,21 @@ def _listed(folder: Path) -> list[str]:
         inside.append(root.parents[1] / "blobs")
 
     def leads_out(name: str) -> bool:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if os.path.isabs(name) or ".." in name.split("/"):
             return True
-        file = Path(os.path.realpath(root / name))
-        return not any(file.is_relative_to(place) for place in inside)
+        file = os.path.join(root, name)
+        if not os.path.lexists(file):
+            return False
+        return not any(Path(os.path.realpath(file)).is_relative_to(place) for place in inside)
 
+    out = [name for name in names if leads_out(name)]
     failures = [
         f"{folder / INDEX} names {name!r}, which leads out of the folder. Nearest valid: a file in "
         f"it, such as {WEIGHTS if Path(name).name == '..' else Path(name).name!r}."
-        for name in names
-        if leads_out(name)
+        for name in out[:8]
     ]
+    if len(out) > 8:
+        failures.append(f"{folder / INDEX} names {len(out) - 8} more files that lead out of it.")
     refuse(failures)
     return names
 

@@ -242,8 +242,140 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         },
     )
     text = "\n".join(failures(tmp_path))
-    for part in ("lacks tensors: h.1.ln_2.bias", "of no use: h.1.ln_3.bias", "wpe.weight gives"):
+    for part in (
+        "lacks tensors: transformer.h.1.ln_2.bias",
+        "of no use: transformer.h.1.ln_3.bias",
+        "wpe.weight gives",
+    ):
         assert part in text
+
+
+def test_missing_and_wrong_tensors_have_the_names_of_the_files(tmp_path):
+    """Experts are joined there: a published folder without some does not have our names."""
+    config = CONFIGS["gpt_oss"]
+    hugging_face.save(tmp_path, config, drawn(config)[0])
+    layer = "model.layers.1.mlp.experts."
+    shape = [4, config.width, 2 * config.hidden_width]
+
+    def change(tensors):
+        tensors[layer + "renamed_blocks"] = tensors.pop(layer + "down_proj")
+        tensors[layer + "gate_up_proj"] = tensors[layer + "gate_up_proj"][:, :-1]
+        return {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match="lacks") as error:
+        hugging_face.load(tmp_path)
+    wrong = [shape[0], shape[1] - 1, shape[2]]
+    assert str(error.value).splitlines() == [
+        f"{tmp_path} lacks tensors: {layer}down_proj.",
+        f"{tmp_path} has tensors of no use: {layer}renamed_blocks.",
+        f"{tmp_path / WEIGHTS}: {layer}gate_up_proj gives a tensor of shape {wrong}, but "
+        f"config.json asks for {shape}.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [("llama", ["LlamaModel"]), ("gemma2", None), ("qwen3", ["Qwen3ForSequenceClassification"])],
+)
+def test_a_model_without_its_head_is_told_why(tmp_path, family, saved):
+    config = CONFIGS[family]
+    hugging_face.save(tmp_path, config, drawn(config)[0])
+    (whole,) = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    is_bare = saved is None or saved[0].endswith("Model")
+
+    def change(tensors):
+        bare = {name: x for name, x in tensors.items() if not name.startswith(("lm_head", "cls."))}
+        return {name.partition(".")[2]: x for name, x in bare.items()} if is_bare else bare
+
+    rewrite(tmp_path, change)
+    edit(tmp_path / "config.json", architectures=saved)
+    with pytest.raises(ValueError, match="lacks") as error:
+        hugging_face.load(tmp_path)
+    first, second, *_ = str(error.value).splitlines()
+    assert first.startswith(f"{tmp_path / 'config.json'} has architectures={saved}, a model with")
+    assert f"Load the folder as {whole}" in first
+    assert " lacks tensors: " in second
+
+
+@pytest.mark.parametrize("kind", ["int8", "renamed"])
+def test_quantized_weights_are_named_with_the_remedy(tmp_path, kind):
+    config = CONFIGS["qwen3_moe"]
+    hugging_face.save(tmp_path, config, drawn(config)[0])
+    edit(tmp_path / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    hugging_face.load(tmp_path)  # the weights are none of it
+    changes = {
+        "int8": lambda tensors: {name: x.astype("i1") for name, x in tensors.items()},
+        "renamed": lambda tensors: {
+            name.replace("down_proj.weight", "down_proj.qweight"): x for name, x in tensors.items()
+        },
+    }
+    rewrite(tmp_path, changes[kind])
+    with pytest.raises(ValueError, match="quantization_config") as error:
+        hugging_face.load(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / 'config.json'} has a quantization_config (quant_method='awq'); only weights "
+        "in floating-point can be read. Dequantize the model with the transformers library, then "
+        "save_pretrained."
+    )
+
+
+@pytest.mark.parametrize(("value", "count"), [(np.nan, 1), (-np.inf, 3)])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.self_attn.k_proj.weight"),
+        ("gpt_oss", "model.layers.2.mlp.experts.gate_up_proj"),
+        ("gemma2", "model.norm.weight"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(tmp_path, family, name, value, count):
+    config = CONFIGS[family]
+    hugging_face.save(tmp_path, config, drawn(config)[0])
+
+    def change(tensors):
+        tensors[name] = tensors[name].copy()
+        tensors[name].reshape(-1)[: 2 * count : 2] = value
+        return tensors
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match="must be finite") as error:
+        hugging_face.load(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / WEIGHTS}: {name} holds {count} numbers that are NaN or infinite in float32; "
+        "weights must be finite."
+    )
+
+
+def test_an_index_may_list_a_tied_head_that_no_file_has(tmp_path):
+    config = CONFIGS["qwen2"]
+    params, _ = drawn(config)
+    hugging_face.save(tmp_path, config, params)
+    shard(tmp_path)
+    files = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    file = next(iter(files.values()))
+    edit(tmp_path / INDEX, weight_map=files | {"lm_head.weight": file})
+    jax.tree.map(np.testing.assert_array_equal, hugging_face.load(tmp_path).params, params)
+    # It is missing where it is not tied.
+    edit(tmp_path / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"lacks tensors: lm_head\.weight\."):
+        hugging_face.load(tmp_path)
+
+
+def test_an_index_that_names_too_much_is_refused_in_short(folder):
+    files = json.loads((folder / INDEX).read_text())["weight_map"]
+    file = next(iter(files.values()))
+    edit(folder / INDEX, weight_map=files | {f"no.{n}": file for n in range(50_000)})
+    with pytest.raises(ValueError, match="lacks") as error:
+        hugging_face.load(folder)
+    some = ", ".join(f"no.{n}" for n in range(8))
+    assert str(error.value) == (
+        f"{folder / file} lacks {some} and 49992 more, which {INDEX} says it holds."
+    )
+    edit(folder / INDEX, weight_map=files | {f"no.{n}": f"/{n}" for n in range(50_000)})
+    with pytest.raises(ValueError, match="names 49992 more files that lead out of it") as error:
+        hugging_face.load(folder)
+    assert len(str(error.value).splitlines()) == 9
 
 
 @pytest.mark.parametrize("family", FEW)
