@@ -35,7 +35,8 @@ from train.errors import Failure
 
 Rule = Callable[[Config], Iterator[Failure]]
 
-_PATHS, _LONGEST = ("run_dir", "data.path", "init_from", "pipeline.schedule"), 255
+_FOLDERS = ("run_dir", "data.path", "data.rows", "init_from")
+_PATHS, _LONGEST = (*_FOLDERS, "pipeline.schedule"), 255
 """Fields that name files, and the longest name of one."""
 
 _MOST_LAYERS = 10_000
@@ -201,6 +202,9 @@ def _text(config: Config) -> Iterator[Failure]:
         bad = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
         if bad is not None:
             yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
+        elif path in _FOLDERS and not value.strip():
+            default = Config().flat()[path] or "null"
+            yield Failure(f"{path}={value!r} names no folder. Nearest valid: {default}.", (path,))
         elif path in _PATHS and any(len(part.encode()) > _LONGEST for part in value.split("/")):
             rule = f"has a name of more than {_LONGEST} bytes, which no folder can have"
             yield Failure(f"{path}={value} {rule}.", (path,))

@@ -138,6 +138,21 @@ def test_a_rule_says_what_to_do_and_nothing_else_fails(make, fields):
     assert any(path in message for path in given)
 
 
+@pytest.mark.parametrize(
+    ("field", "nearest"),
+    [
+        ("run_dir", "runs/gpt"),
+        ("data.path", "data/stdlib"),
+        ("data.rows", "null"),
+        ("init_from", "null"),
+    ],
+)
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_folder_has_a_name(make, field, nearest, value):
+    (message,) = _messages(make({field: value}))
+    assert message == f"{field}={value!r} names no folder. Nearest valid: {nearest}."
+
+
 def test_text_must_be_of_characters(make):
     (message,) = _messages(make({"sample.prompt": "a\ud800"}))
     assert message == "sample.prompt='a\\ud800' has '\\ud800', which is no character."
