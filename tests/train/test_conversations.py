@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from jaxpipe import unpipelined
 from models import gpt
 from train.config import Config
-from train.data import text, tokenizer_files
+from train.data import folder, text, tokenizer_files
 from train.data.packing import Packed
 from train.prepare.__main__ import main
 from train.prepare.text import PrepareOptions, prepare
@@ -82,10 +82,10 @@ def _documents(out):
     tokenizer, found = byte_tokenizer(begins=True), []
     for name in text.ROLE_FILES:
         tokens, roles = text.read_tokens(out / name)[:], text.read_roles(out, name)[:]
-        starts = np.flatnonzero(roles == text.BEGIN)
+        starts = np.flatnonzero(roles == folder.BEGIN)
         for part in np.split(np.arange(len(tokens)), starts[1:]):
             whole = tokenizer.decode(tokens[part].tolist(), skip_special_tokens=False)
-            answers = tokens[part][roles[part] == text.ANSWER].tolist()
+            answers = tokens[part][roles[part] == folder.ANSWER].tolist()
             found.append((whole, tokenizer.decode(answers, skip_special_tokens=False)))
     return sorted(found)
 
@@ -134,9 +134,9 @@ def test_packed_rows_give_the_loss_of_the_answers(tmp_path):
     tokens = text.read_tokens(out / "train.tokens")[:]
     roles = text.read_roles(out, "train.tokens")[:]
     losses = []
-    for part in np.split(np.arange(len(tokens)), np.flatnonzero(roles == text.BEGIN)[1:]):
+    for part in np.split(np.arange(len(tokens)), np.flatnonzero(roles == folder.BEGIN)[1:]):
         scores = jax.nn.log_softmax(gpt.logits(config, params, jnp.asarray(tokens[part])[None]))[0]
-        answers = np.flatnonzero(roles[part] == text.ANSWER)
+        answers = np.flatnonzero(roles[part] == folder.ANSWER)
         losses += [-float(scores[n - 1, tokens[part][n]]) for n in answers]
     np.testing.assert_allclose(found, np.mean(losses), rtol=1e-5)
 

@@ -12,6 +12,9 @@ from tokenizers import Tokenizer
 
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+PROMPT, ANSWER, BEGIN = range(3)
+"""Roles of a token: it is read alone, it is also predicted, or it begins a document."""
 KINDS = ("text", "images", "translation")
 _TEXT = "text"
 

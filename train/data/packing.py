@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from train.data import stream
+from train.data.folder import ANSWER, BEGIN
 from train.data.stream import Batch
-from train.data.text import ANSWER, BEGIN, Tokens
+from train.data.text import Tokens
 
 _TOGETHER = 8192
 """Most documents that are packed at once; of each such group one row or so is not full."""

@@ -4,6 +4,7 @@ Lines, or of a data set that a function makes: read shard by shard, so that memo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -13,16 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxpipe.errors import shortened, shown
-from train.data.folder import require
+from train.data import parquet
+from train.guarded import Guarded
+from train.tokenizer import is_whole
 
 ENDINGS = (".parquet", ".jsonl")
 GROUP_BYTES = 64_000_000
 """Bytes of text in a group."""
-_ROWS = 1024
-"""Rows of a Parquet file that are read at once."""
+MOST_CHARACTERS = 1 << 26
+"""Characters of a row, or of a line of JSON."""
+_END: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +51,31 @@ class Shard:
         Raises:
           ValueError: the rows cannot be read, or hold something else.
         """
-        try:
-            for number, text in enumerate(self.read(start), self.first + start + 1):
-                if not isinstance(text, str | None):
-                    raise ValueError(f"row {number} holds no text, but {shown(text)}")
-                yield f"{self.name} row {number}", text or ""
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"{self.source}: {self.name} cannot be read: {error}.") from error
+        rows = self.read(start)
+        for number in itertools.count(self.first + start + 1):
+            try:
+                text = next(rows, _END)
+            except (OSError, ValueError, RecursionError) as error:
+                raise self._broken(f"{error}, at row {number}") from error
+            if text is _END:
+                return
+            if problem := _problem(text):
+                raise self._broken(f"row {number} {problem}")
+            yield f"{self.name} row {number}", text or ""
+
+    def _broken(self, reason: str) -> ValueError:
+        return ValueError(f"{self.source}: {self.name} cannot be read: {reason}.")
+
+
+def _problem(text: Any) -> str | None:
+    """Finds the reason why a value is no text, if there is one."""
+    if not isinstance(text, str | None):
+        return f"holds no text, but {shown(text)}"
+    if text and len(text) > MOST_CHARACTERS:
+        return f"has {len(text)} characters. At most {MOST_CHARACTERS} are read"
+    return (
+        None if text is None or is_whole(text) else "holds half of a character (a lone surrogate)"
+    )
 
 
 def find_files(path: Path) -> list[Path]:
@@ -81,11 +103,11 @@ def find_shards(source: str, column: str, *, option: str) -> list[Shard]:
     path, given = Path(source), f"{option}={source}"
     if ":" in source and not path.exists():
         return _of_function(source, column, given)
-    shards = list[Shard]()
+    shards, reader = list[Shard](), functools.cache(parquet.open_reader)
     for file in find_files(path):
         name = file.relative_to(path if path.is_dir() else file.parent).as_posix()
         if file.suffix == ".parquet":
-            shards += _row_groups(file, column, given, name)
+            shards += _row_groups(file, column, given, name, reader)
         else:
             shards.append(Shard(given, name, 0, partial(_lines, file, column)))
     if not shards:
@@ -127,31 +149,30 @@ def groups(
         yield group
 
 
-def _row_groups(file: Path, column: str, given: str, name: str) -> Iterator[Shard]:
-    parquet = require("pyarrow.parquet", extra="parquet", needed_by="Reading Parquet files")
-
-    def read(number: int, start: int) -> Iterator[Any]:
-        with parquet.ParquetFile(file) as opened:
-            batches = opened.iter_batches(batch_size=_ROWS, row_groups=[number], columns=[column])
-            values = (value for batch in batches for value in batch.column(0).to_pylist())
-            yield from itertools.islice(values, start, None)
-
+def _row_groups(
+    file: Path, column: str, given: str, name: str, reader: Callable[[], Guarded]
+) -> Iterator[Shard]:
     first = 0
     try:
-        with parquet.ParquetFile(file) as opened:
-            names, metadata = opened.schema_arrow.names, opened.metadata
-        if column not in names:
-            raise ValueError(f"it has no column {column!r}, but {', '.join(names)}")
+        counts = parquet.row_groups(file, column)
     except (OSError, ValueError) as error:
         raise ValueError(f"{given}: {name} cannot be read: {error}.") from error
-    for number in range(metadata.num_row_groups):
-        yield Shard(given, name, first, partial(read, number))
-        first += metadata.row_group(number).num_rows
+    for number, count in enumerate(counts):
+        yield Shard(given, name, first, partial(parquet.read, reader(), file, number, column))
+        first += count
+
+
+def read_lines(file: TextIO) -> Iterator[str]:
+    """Yields the lines of a file; raises ValueError at one of more than `MOST_CHARACTERS`."""
+    while line := file.readline(MOST_CHARACTERS + 1):
+        if len(line) > MOST_CHARACTERS:
+            raise ValueError(f"a line has more than {MOST_CHARACTERS} characters")
+        yield line
 
 
 def _lines(file: Path, column: str, start: int) -> Iterator[Any]:
     with file.open(encoding="utf-8") as lines:
-        for line in itertools.islice(filter(str.strip, lines), start, None):
+        for line in itertools.islice(filter(str.strip, read_lines(lines)), start, None):
             fields = json.loads(line)
             if not isinstance(fields, dict) or column not in fields:
                 raise ValueError(f"a line has no field {column!r}: {shortened(line)}")

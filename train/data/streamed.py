@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from train.data.packing import occurrences
 from train.data.rows import Shard
 from train.data.stream import Batch, Examples
 from train.errors import refused
-from train.tokenizer import ENCODE_GROUP, encode_group
+from train.guarded import Guarded
+from train.tokenizer import Encoder, encoding_groups, pieces
 
 WINDOW_BATCHES = 16
 """Batches whose rows are shuffled together; as many are read ahead."""
@@ -75,7 +77,7 @@ class Streamed:
     ) -> None:
         self.shards, self.sequence_length, self.rows = shards, sequence_length, rows
         known = tokenizer_files.read(folder)
-        self._tokenizer, self._end = known.tokenizer, known.end_of_text
+        self._encode = Guarded(Encoder, known.tokenizer.to_str(), known.end_of_text)
         heldout = text.read_tokens(folder / text.HELDOUT_FILE)
         ends = occurrences(heldout, text.end_of_text(folder)) + 1
         starts = np.concatenate(([0], ends[:-1]))
@@ -103,19 +105,31 @@ class Streamed:
             order = np.random.default_rng([seed, epoch]).permutation(len(self.shards))
             shard = self.shards[order[reader::count][index]]
             empty += 1
-            for row, tokens in self._tokenized(shard, start):
-                if _digest(tokens) not in self._heldout:
-                    yield _Document(shards, row, tokens)
+            for row, parts in itertools.groupby(self._tokenized(shard, start), itemgetter(0)):
+                tokens = [part for _, part in parts if _digest(part) not in self._heldout]
+                if tokens:
+                    yield _Document(shards, row, np.concatenate(tokens))
                     empty = 0
             start = 0
             if empty == _MOST_EMPTY:
                 raise ValueError(f"{shard.source}: {empty} shards in a row hold no text.")
 
     def _tokenized(self, shard: Shard, start: int) -> Iterator[tuple[int, np.ndarray]]:
-        numbered = ((row, part) for row, (_, part) in enumerate(shard.texts(start), start) if part)
-        while group := list(itertools.islice(numbered, ENCODE_GROUP)):
-            encoded = encode_group(self._tokenizer, [part for _, part in group], end=self._end)
-            yield from zip((row for row, _ in group), encoded, strict=True)
+        texts = (
+            (row, name, part)
+            for row, (name, text) in enumerate(shard.texts(start), start)
+            for part in pieces(text)
+            if part
+        )
+        for group in encoding_groups(texts, itemgetter(2)):
+            try:
+                encoded = self._encode([part for *_, part in group])
+            except ValueError as error:
+                names = f"{group[0][1]} to {group[-1][1]}"
+                raise ValueError(
+                    f"{shard.source}: {names} cannot be tokenized: {error}."
+                ) from error
+            yield from zip((row for row, *_ in group), encoded, strict=True)
 
 
 class _Reader:

@@ -23,18 +23,15 @@ from tokenizers import Tokenizer
 from jaxpipe.files import read_json
 from train.data import folder as prepared
 from train.data import stream
-from train.data.folder import TOKENIZER_FILE, prepare_hint
+from train.data.folder import ANSWER, END_OF_TEXT, TOKENIZER_FILE, prepare_hint
 from train.data.stream import Batch
 from train.errors import refused
 
 KIND = "text"
 TRAIN_FILE = "train.tokens"
 HELDOUT_FILE = "heldout.tokens"
-END_OF_TEXT = "<|endoftext|>"
 ROLE_FILES = {TRAIN_FILE: "train.roles", HELDOUT_FILE: "heldout.roles"}
 """Token files that hold, in place of tokens, the roles of a token file's tokens."""
-PROMPT, ANSWER, BEGIN = range(3)
-"""Roles of a token: it is read alone, it is also predicted, or it begins a document."""
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens
 _MAGIC = b"JPTOKENS"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from jaxpipe.files import read_json
+from jaxpipe.files import read_bytes, read_json
 from train.data import folder as prepared
 from train.data import text
 
@@ -140,10 +140,14 @@ def template(folder: Path) -> str:
       ValueError: there is none.
     """
     if (path := folder / FILES[3]).is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return read_bytes(path).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}.") from error
     source = _json(folder / FILES[1]).get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = {named.get("name"): named.get("template") for named in source}.get("default")
+        named = (entry for entry in source if isinstance(entry, dict))
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ValueError(
             f"--tokenizer={folder} holds no chat template: neither {FILES[3]}, nor a chat_template "

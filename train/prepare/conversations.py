@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data import tokenizer_files
-from train.data.folder import require
-from train.data.text import ANSWER, BEGIN, PROMPT
+from train.data.folder import ANSWER, BEGIN, PROMPT, require
+from train.data.rows import read_lines
+from train.guarded import Guarded
+from train.tokenizer import MOST_CHARACTERS, is_whole
 
-_GROUP = 32
-"""Conversations encoded at a time, in parallel."""
+SECONDS = 60.0
+"""Time to lay out a conversation; most take less than a thousandth of a second."""
+_NUM_BYTES = 1 << 30
+"""Memory to lay out a conversation."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -34,19 +37,73 @@ class Document(NamedTuple):
     answers: list[tuple[int, int]]
 
 
+def open_template(source: str, tokens: Mapping[str, str]) -> Guarded:
+    """Starts a `ChatTemplate`, which others may have written.
+
+    Raises:
+      ValueError: the template cannot be read.
+    """
+    return Guarded(ChatTemplate, source, tokens, seconds=SECONDS, num_bytes=_NUM_BYTES)
+
+
+class _Null:
+    """JSON's null in a message: as None to a template, but nothing to write."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, _Null)
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+    def __str__(self) -> NoReturn:
+        raise TypeError("it writes null, as Python's None, where a message should have text")
+
+
+class _List(list[Any]):
+    """A list in a message, which a template may read, but not write."""
+
+    def __str__(self) -> NoReturn:
+        raise TypeError("it writes a list, as Python does, where a message should have text")
+
+
+class _Object(dict[str, Any]):
+    """An object in a message, which a template may read, but not write."""
+
+    def __str__(self) -> NoReturn:
+        raise TypeError("it writes an object, as Python does, where a message should have text")
+
+
+def _in_json(value: Any) -> None:
+    if not isinstance(value, _Null):
+        raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+def _readable(value: Any) -> Any:
+    """Returns a value of a message for a template."""
+    if isinstance(value, list):
+        return _List(value)
+    if isinstance(value, dict):
+        return _Object(value)
+    return _Null() if value is None else value
+
+
 class ChatTemplate:
     """The Jinja template in which a tokenizer's model reads conversations, run in Jinja's sandbox.
 
     The template knows no date, so that the same conversations always give the same text.
 
     Args:
-      folder: holds ``chat_template.jinja``, or ``tokenizer_config.json`` with a ``chat_template``.
+      source: the template.
+      tokens: special tokens by name, such as "eos".
 
     Raises:
-      ValueError: there is no template, or it is none that Jinja reads.
+      ValueError: the template is none that Jinja reads.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         jinja2 = require("jinja2", extra="chat", needed_by="--conversations")
         sandbox = require("jinja2.sandbox", extra="chat", needed_by="--conversations")
         # As the transformers library reads templates.
@@ -54,31 +111,55 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(
-            value, ensure_ascii=False, **options
+            value, ensure_ascii=False, default=_in_json, **options
         )
+        environment.tests["none"] = lambda value: value is None or isinstance(value, _Null)
 
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
         environment.globals["raise_exception"] = refuse
         # A block that marks answers, for the transformers library's own masks.
-        source = re.sub(r"{%(-?)\s*generation\b", r"{%\1 if true", tokenizer_files.template(folder))
+        source = re.sub(r"{%(-?)\s*generation\b", r"{%\1 if true", source)
         source = re.sub(r"{%(-?)\s*endgeneration\b", r"{%\1 endif", source)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"The chat template of {folder} cannot be read: {error}.") from error
-        names = tokenizer_files.special_tokens(folder)
-        self._tokens = {f"{name}_token": token for name, token in names.items()}
-        self._errors = (jinja2.TemplateError, TypeError)
+        except MemoryError:
+            raise
+        except Exception as error:  # Jinja computes what is constant: anything may fail
+            raise ValueError(str(error)) from error
+        self._tokens = {f"{name}_token": token for name, token in tokens.items()}
+
+    def __call__(self, line: str) -> list[Document]:
+        """Lays out a line of the file; raises ValueError if it is no conversation."""
+        try:
+            messages = json.loads(line)["messages"]
+            if not all(isinstance(message["role"], str) for message in messages):
+                raise TypeError("a role is no text")
+            messages = [
+                {name: _readable(value) for name, value in message.items()} for message in messages
+            ]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            rule = 'every line must be {"messages": [{"role": "user", "content": "..."}, ...]}'
+            raise ValueError(f"{rule} ({type(error).__name__}: {error})") from error
+        return self.documents(messages)
 
     def _text(self, messages: Messages, *, asks: bool = False) -> str:
         try:
             text: str = self._template.render(
                 messages=messages, add_generation_prompt=asks, **self._tokens
             )
-        except self._errors as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(
+                f"the chat template makes {len(text)} characters of it. At most {MOST_CHARACTERS} "
+                "can be tokenized"
+            )
+        if not is_whole(text):
+            raise ValueError("it holds half of a character (a lone surrogate)")
         return text
 
     def documents(self, messages: Messages) -> list[Document]:
@@ -117,11 +198,14 @@ def read(path: Path) -> dict[int, str]:
     Raises:
       ValueError: it cannot be read, or holds fewer than two, of which one is held out.
     """
+    numbered = dict[int, str]()
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open(encoding="utf-8", newline="\n") as lines:
+            for number, line in enumerate(read_lines(lines), 1):
+                if line.strip():
+                    numbered[number] = line.removesuffix("\n")
+    except (OSError, ValueError) as error:
         raise ValueError(f"--conversations={path} cannot be read: {error}.") from error
-    numbered = {number: line for number, line in enumerate(lines, 1) if line.strip()}
     if len(numbered) < 2:
         raise ValueError(
             f"--conversations={path} holds {len(numbered)} conversations. At least 2 are needed, "
@@ -130,45 +214,30 @@ def read(path: Path) -> dict[int, str]:
     return numbered
 
 
-def laid_out(template: ChatTemplate, line: str) -> list[Document]:
-    """Lays out a line of the file; raises ValueError if it is no conversation."""
-    try:
-        messages = json.loads(line)["messages"]
-        if not all(isinstance(message["role"], str) for message in messages):
-            raise TypeError("a role is no text")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        rule = 'every line must be {"messages": [{"role": "user", "content": "..."}, ...]}'
-        raise ValueError(f"{rule} ({type(error).__name__}: {error})") from error
-    return template.documents(messages)
-
-
-def encode(
-    tokenizer: Tokenizer, documents: Sequence[Document], *, advance: Callable[[int], object]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes documents one after the other, with the special tokens that the template writes.
+class Encoder:
+    """Encodes documents with the special tokens that the template writes.
 
     Args:
-      tokenizer: the tokenizer.
-      documents: at least one.
-      advance: told how many further documents are done.
-
-    Returns:
-      Tokens and their roles, uint32 ``[num_tokens]`` each.
+      tokenizer: content of ``tokenizer.json``.
     """
-    tokenizer.encode_special_tokens = False
-    tokens, roles = [], []
-    for start in range(0, len(documents), _GROUP):
-        group = documents[start : start + _GROUP]
-        texts = [document.text for document in group]
-        for document, encoding in zip(
-            group, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True
-        ):
-            begins = np.array([first for first, _ in encoding.offsets])
-            role = np.full(len(begins), PROMPT, np.uint32)
-            for first, end in document.answers:
-                role[(first <= begins) & (begins < end)] = ANSWER
-            role[0] = BEGIN
-            tokens.append(np.array(encoding.ids, np.uint32))
-            roles.append(role)
-        advance(len(group))
-    return np.concatenate(tokens), np.concatenate(roles)
+
+    def __init__(self, tokenizer: str) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer)
+
+    def __call__(self, documents: Sequence[Document]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the tokens of each document and their roles, uint32 ``[num_tokens]`` each."""
+        texts = [document.text for document in documents]
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.uint32), _roles(document, encoding.offsets))
+            for document, encoding in zip(documents, encodings, strict=True)
+        ]
+
+
+def _roles(document: Document, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    begins = np.array([first for first, _ in offsets])
+    roles = np.full(len(begins), PROMPT, np.uint32)
+    for first, end in document.answers:
+        roles[(first <= begins) & (begins < end)] = ANSWER
+    roles[:1] = BEGIN
+    return roles

@@ -23,10 +23,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from train.data import rows, tokenizer_files
-from train.data.folder import META_FILE, TOKENIZER_FILE
+from train.data.folder import BEGIN, END_OF_TEXT, META_FILE, TOKENIZER_FILE
 from train.data.text import (
-    BEGIN,
-    END_OF_TEXT,
     HELDOUT_FILE,
     KIND,
     ROLE_FILES,
@@ -40,8 +38,9 @@ from train.data.text import (
     write_tokens,
 )
 from train.data.tokenizer_files import Known
+from train.guarded import Guarded
 from train.prepare import conversations, folders
-from train.tokenizer import MIN_VOCAB_SIZE, encode, train_tokenizer
+from train.tokenizer import MIN_VOCAB_SIZE, Encoder, encoding_groups, pieces, train_tokenizer
 
 _VOCAB_SIZE = 2048
 _MOST_BYTES = 12e6
@@ -188,14 +187,17 @@ def _write(
         bar = progress.add_task("encode", total=0)
         known = None
         for group in groups:
+            if options.conversations is None:
+                group = [part for document in group for part in _parts(document)]
             sides = split_documents(group, heldout_fraction=options.heldout_fraction)
             if known is None:
                 files, known = _tokenizer(options, [d.text for d in sides[0]], progress)
                 vocab_size = max(known.tokenizer.get_vocab().values()) + 1
+                encode = _Encoding(options, known)
             progress.update(bar, total=sum(size.documents for size in sizes.values()) + len(group))
             for name, documents in zip(sizes, sides, strict=True):
                 append = sizes[name].documents > 0
-                tokens, roles = _encode(options, known, documents, partial(progress.advance, bar))
+                tokens, roles = encode(documents, partial(progress.advance, bar))
                 write_tokens(folder / name, tokens, vocab_size=vocab_size, append=append)
                 if roles is not None:
                     file = folder / ROLE_FILES[name]
@@ -234,26 +236,81 @@ def _tokenizer(
     return {TOKENIZER_FILE: learned.to_str().encode()}, known
 
 
-def _encode(
-    options: PrepareOptions,
-    known: Known,
-    documents: Sequence[Document],
-    advance: Callable[[int], object],
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of documents and, of conversations, their roles."""
-    if options.conversations is None:
-        texts = [document.text for document in documents]
-        return encode(known.tokenizer, texts, end=known.end_of_text, advance=advance), None
-    assert options.tokenizer is not None
-    template = conversations.ChatTemplate(options.tokenizer)
-    laid_out = []
-    for document in documents:
+class _Encoding:
+    """Encodes documents in processes with limits, and names those that cannot be encoded.
+
+    Args:
+      options: name the source and, for conversations, where the template is.
+      known: the tokenizer.
+    """
+
+    def __init__(self, options: PrepareOptions, known: Known) -> None:
+        self._source, tokenizer = options.source, known.tokenizer.to_str()
+        self._template: Guarded | None = None
+        if options.conversations is None:
+            self._encoder = Guarded(Encoder, tokenizer, known.end_of_text)
+        else:
+            assert options.tokenizer is not None
+            self._template = _open_template(options.tokenizer)
+            self._encoder = Guarded(conversations.Encoder, tokenizer)
+
+    def __call__(
+        self, documents: Sequence[Document], advance: Callable[[int], object]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the tokens of documents and, of conversations, their roles.
+
+        Raises:
+          ValueError: some cannot be laid out or encoded.
+        """
+        encoded = []
+        for group in encoding_groups(self._laid_out(documents), _text):
+            names = [name for name, _ in group]
+            encoded += self._named(names, self._encoder, [content for _, content in group])
+            advance(len(group))
+        if self._template is None:
+            return np.concatenate(encoded), None
+        tokens, roles = map(np.concatenate, zip(*encoded, strict=True))
+        return tokens, roles
+
+    def _laid_out(self, documents: Sequence[Document]) -> Iterator[_Named]:
+        for document in documents:
+            if self._template is None:
+                yield document.name, document.text
+            else:
+                contents = self._named([document.name], self._template, document.text)
+                yield from ((document.name, content) for content in contents)
+
+    def _named(self, names: Sequence[str], function: Guarded, argument: Any) -> Any:
         try:
-            laid_out += conversations.laid_out(template, document.text)
+            return function(argument)
         except ValueError as error:
-            where = f"--conversations={options.conversations}: {document.name}"
-            raise ValueError(f"{where}: {error}.") from error
-    return conversations.encode(known.tokenizer, laid_out, advance=advance)
+            where = names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"
+            source = f"{self._source}: " if self._source else ""
+            raise ValueError(f"{source}{where}: {error}.") from error
+
+
+_Named = tuple[str, str | conversations.Document]
+
+
+def _text(named: _Named) -> str:
+    content = named[1]
+    return content if isinstance(content, str) else content.text
+
+
+def _open_template(folder: Path) -> Guarded:
+    source, tokens = tokenizer_files.template(folder), tokenizer_files.special_tokens(folder)
+    try:
+        return conversations.open_template(source, tokens)
+    except ValueError as error:
+        raise ValueError(f"The chat template of {folder} cannot be read: {error}.") from error
+
+
+def _parts(document: Document) -> list[Document]:
+    """Cuts a text that is too long to be encoded at a time into several."""
+    texts = list(pieces(document.text))
+    if len(texts) == 1:
+        return [document]
+    return [Document(f"{document.name} part {n}", text) for n, text in enumerate(texts, 1)]
 
 
 def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[str]]:
@@ -366,7 +423,7 @@ def _check_options(options: PrepareOptions) -> None:
         try:
             tokenizer_files.read(options.tokenizer)
             if options.conversations is not None:
-                conversations.ChatTemplate(options.tokenizer)
+                tokenizer_files.template(options.tokenizer)
         except ValueError as error:
             problems.append(str(error))
     if not options.most_bytes > 0:
