@@ -102,7 +102,7 @@ def check(
         shared_axes,
         _schedule,
         _asynchronous,
-        _balanced,
+        balanced,
         slices,
         _alike,
         _compute_dtype,
@@ -578,7 +578,7 @@ def _shared(config: Config, axis: str, field: str, count: int) -> Iterator[Failu
     )
 
 
-def _balanced(config: Config) -> Iterator[Failure]:
+def balanced(config: Config) -> Iterator[Failure]:
     """Checks that states of whole layers can change biases or weights once per step."""
     for field, what in (("bias_speed", "moves biases"), ("qk_clip", "clips weights")):
         path = f"model.{field}"

@@ -200,7 +200,8 @@ class Planned:
         return self.config.model_copy(update={"mesh": mesh})
 
     def _may_share(self, context: int, tensor: int, expert: int) -> bool:
-        return not any(checks.shared_axes(self._sharing(context, tensor, expert)))
+        config = self._sharing(context, tensor, expert)
+        return not any([*checks.shared_axes(config), *checks.balanced(config)])
 
     def _may_cut(self, context: int, tensor: int, slices: int) -> bool:
         config = self._sharing(context, tensor, 1)

@@ -104,6 +104,14 @@ def test_only_a_model_with_experts_is_counted_with_them():
         assert {expert for expert in (1, 2, 4, 8) if planned._may_share(1, 1, expert)} == expected
 
 
+def test_a_model_with_states_is_not_counted_where_a_layer_is_shared():
+    for speed, expected in ((None, {1, 2}), (0.01, {1})):
+        model = SMALL | {"num_experts": 4, "router": "sigmoid", "bias_speed": speed}
+        planned = Planned(Config(model=model), "small")
+        assert {tensor for tensor in (1, 2) if planned._may_share(1, tensor, 1)} == expected
+        assert {context for context in (1, 2) if planned._may_share(context, 1, 1)} == expected
+
+
 def test_slices_are_counted_and_written(monkeypatch):
     planned = Planned(Config(model=SMALL), "small")
     found = [
