@@ -237,6 +237,19 @@ class Task(abc.ABC):
         return examples.read(numbers, keys)
 
 
+def averaging(model: Model) -> Model:
+    """Lets microbatches count alike in a step, however many tokens each is to predict.
+
+    The steps of BERT and of translation always did, and older runs of them must go on with the same
+    losses. Evaluation weighs tokens, so that a held-out loss does not depend on the batch size.
+    """
+
+    def head_loss(*args: PyTree) -> jax.Array:
+        return model.head_loss(*args).mean
+
+    return dataclasses.replace(model, head_loss=head_loss)
+
+
 def shared_counts(shape: Any) -> dict[str, int]:
     """Lists the counts devices along ``mesh.tensor`` share in layers with attention and MLP."""
     return {

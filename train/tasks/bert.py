@@ -9,7 +9,7 @@ import numpy as np
 from models import bert
 from train.config import Config
 from train.data import masked_lm, text
-from train.task import Task, shared_counts
+from train.task import Task, averaging, shared_counts
 
 _ROWS = 256
 """Held-out rows for the accuracy."""
@@ -30,8 +30,8 @@ class BERT(Task):
         self.units_per_row = self.shape.sequence_length
 
     def model(self, *, train: bool, axis: str | None = "stage"):
-        del train
-        return bert.model(self.shape, **self.named_axes(axis))
+        model = bert.model(self.shape, **self.named_axes(axis))
+        return averaging(model) if train else model
 
     def shared(self, axis):
         return shared_counts(self.shape) if axis == "tensor" else {}

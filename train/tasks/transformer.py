@@ -11,7 +11,7 @@ import numpy as np
 from models import transformer, translate
 from train.config import Config
 from train.data import translation
-from train.task import Task, shared_counts
+from train.task import Task, averaging, shared_counts
 
 _ROWS = 64
 """Sentences translated at once."""
@@ -35,8 +35,8 @@ class Transformer(Task):
         self.units_per_row = 2 * self.shape.sequence_length
 
     def model(self, *, train: bool, axis: str | None = "stage"):
-        del train
-        return transformer.model(self.shape, **self.named_axes(axis))
+        model = transformer.model(self.shape, **self.named_axes(axis))
+        return averaging(model) if train else model
 
     def shared(self, axis):
         return shared_counts(self.shape) if axis == "tensor" else {}
