@@ -298,7 +298,13 @@ class _Checks:
                         fault(misplaced, d, k, "runs a second time.")
                     elif after & _SPLIT and after & _FUSED:
                         both = "split and fused backward for one virtual stage and microbatch"
-                        fault(misplaced, d, k, f"mixes {both}.")
+                        # Files and pictures differ in letters; both are shown in those of the file.
+                        split, fused = (
+                            self.spell(dataclasses.replace(action, kind=kind))
+                            for kind in (Kind.B, Kind.BW)
+                        )
+                        hint = f"{split} is for the input alone, {fused} for both"
+                        fault(misplaced, d, k, f"mixes {both}: {hint}.")
         return outside, misplaced + list(itertools.islice(self._missing(seen), _MAX_MISSING))
 
     def pairs(self) -> Iterator[_Fault]:

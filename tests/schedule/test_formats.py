@@ -89,7 +89,7 @@ def test_idle_cells_blanks_and_line_ends_do_not_matter(text):
         ("0F0,0B0\n1F0,1B0,1F3", r"run:\n  1F3 on stage 1 has no microbatch: [^\n]*\ntick"),
         ("0F0,0B0\n5F0,5B0", r"(?s)stage 1 holds 0, stage 0 holds 1.*stage 1 +>5F0<>5B0<"),
         ("0F0,0B0\n\n1F0,1B0", r"virtual stages: stage 1 holds 0, stage 0 holds 1\."),
-        ("0F0,0B0,0W0", r"mixes split and fused"),
+        ("0F0,0B0,0W0", r"mixes split and fused.*: 0I0 is for the input alone, 0B0 for both"),
         ("0B0,0F0", r"(?s)0B0 on stage 0 comes before its own F, 0F0\..*>0B0< 0F0"),
         ("0F0,0W0,0I0", r"(?s)0W0 on stage 0 comes before its own I, 0I0\..*>0W0< 0I0"),
         ("0F0,0F1,0B0", r"(?s)0B1 is missing from stage 0\.\ntick.*0B0 +>0B1\? +\."),
