@@ -99,6 +99,9 @@ class Schedule:
       num_slices: k, the slices into which the sequences of a microbatch are cut. A slice reads what
         those before it leave on its virtual stage, so they run forwards in order, and backwards in
         the opposite order.
+      ticks: ``ticks[d][k]`` is the tick, from 0, in which stage ``d`` runs action ``k`` of its
+        order; None for the earliest in which it can. A tick in which a stage runs nothing takes it
+        no time (`jaxpipe.schedule.pacing`).
     """
 
     name: str
@@ -108,6 +111,7 @@ class Schedule:
     peak_in_flight: tuple[int, ...] | None = None
     overlapped: tuple[Action, ...] = ()
     num_slices: int = 1
+    ticks: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_passes(self) -> int:
@@ -151,7 +155,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
         tuple(part for action in order for part in split_action(action))
         for order in schedule.orders
     )
-    return dataclasses.replace(schedule, orders=orders, overlapped=())
+    return dataclasses.replace(schedule, orders=orders, overlapped=(), ticks=None)
 
 
 def split_action(action: Action) -> list[Action]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from jaxpipe.schedule import formats
 from jaxpipe.schedule.actions import GUESTS, Schedule
-from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe, modular
 from jaxpipe.schedule.generators.depth_first import (
     interleaved,
@@ -32,6 +31,8 @@ from jaxpipe.schedule.generators.dualpipe import dualpipe_v, dualpipe_v_publishe
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
+from jaxpipe.schedule.pacing import soonest_on_devices
+from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
@@ -247,8 +248,10 @@ def build(
       slices: k, the slices into which the sequences of a microbatch are cut, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
       costs: costs of one chunk; for `auto`, which chooses how many chunks a stage holds, of half a
-        stage. Schedules that are searched or reordered use them, and others ignore them: a
-        published order is for equal costs and free messages.
+        stage. Schedules that are searched or reordered use them: of the published order, which is
+        for equal costs and free messages, and one for these costs, the one that ends first on the
+        device clock is taken. They also say in which ticks any schedule runs
+        (`jaxpipe.schedule.pacing`).
       layer_costs: the costs of every layer of the model, in order, instead of ``costs``. All
         schedules are then of the same model, whatever their chunks.
 
@@ -292,25 +295,29 @@ def build(
 
 def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: bool) -> Schedule:
     """Builds a schedule of the registry, or the user's own, from the arguments that were given."""
+    layers = given.get("layer_costs")
+
+    def paced(*schedules: Schedule) -> Schedule:
+        costs = cut_layers(layers, schedules[0].placement)[1] if layers else given.get("costs")
+        return schedules[0] if costs is None else soonest_on_devices(schedules, costs)[0]
+
     if entry is None:
-        measures = {option: given.pop(option) for option in MEASURES if option in given}
-        return formats.load(name, **given, clock=measures)
-    if (layer_costs := given.get("layer_costs")) and "layer_costs" not in entry.defaults:
-        given = given | _of_average_chunk(entry, layer_costs, given)
-    if published:
-        given = {option: value for option, value in given.items() if option not in MEASURES}
+        others = {option: value for option, value in given.items() if option not in MEASURES}
+        measures = {option: given[option] for option in MEASURES if option in given}
+        return paced(formats.load(name, **others, clock=measures))
+    if layers and "layer_costs" not in entry.defaults:
+        given = given | _of_average_chunk(entry, layers, given)
+    shape = given["num_stages"], given["num_microbatches"]
     reads = {option: value for option, value in given.items() if option in entry.defaults}
-    schedule = entry.generate(given["num_stages"], given["num_microbatches"], **reads)
-    costs = given.get("costs")
+    of_paper = {option: value for option, value in reads.items() if option not in MEASURES}
     if published:
-        return dataclasses.replace(schedule, name=name)
-    if not entry.reordered or "costs" in entry.defaults or costs is None or costs == UNIT:
-        return schedule
-    reordered = in_time(schedule, costs)
-    if schedule.num_slices == 1:
-        return reordered
-    # Where later slices take longer, an order that ends sooner by itself may wait for messages.
-    return min(reordered, schedule, key=lambda order: device_clock(order, costs).makespan)
+        return paced(dataclasses.replace(entry.generate(*shape, **of_paper), name=name))
+    schedule = entry.generate(*shape, **reads)
+    costs = given.get("costs")
+    if not entry.reordered or costs is None or costs == UNIT:
+        return paced(schedule)
+    reordered = schedule if "costs" in entry.defaults else in_time(schedule, costs)
+    return paced(reordered, entry.generate(*shape, **of_paper))
 
 
 def _of_average_chunk(

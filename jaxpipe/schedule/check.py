@@ -205,7 +205,7 @@ def validate(schedule: Schedule, *, spell: Callable[[Action], str] = str) -> Non
     shape, (out_of_range, actions) = list(checks.shape()), checks.actions()
     # An index out of range may be why the shape is wrong.
     problems = shape + out_of_range if shape else out_of_range + actions
-    problems += [] if problems else [*checks.pairs(), *checks.slices()]
+    problems += [] if problems else [*checks.pairs(), *checks.slices(), *checks.ticks()]
     walked = walk(schedule)
     if not problems:
         problems = [*checks.deadlocks(walked), *checks.broken_promises()]
@@ -328,6 +328,31 @@ class _Checks:
                 shown = "nothing" if after is None else self.spell(after)
                 rule = "directly followed by a backward of another microbatch on its stage"
                 yield _Fault(f"{text}, {rule}: {shown} follows.", d, k)
+
+    def ticks(self) -> Iterator[_Fault]:
+        """Finds the first action of each stage whose tick is not after those of what it follows."""
+        schedule, results = self.schedule, Results(self.schedule)
+        if (given := schedule.ticks) is None:
+            return
+        if [*map(len, given)] != [*map(len, schedule.orders)]:
+            yield _Fault("ticks must have one number for every action.")
+            return
+        sent = {
+            results.number(action): tick
+            for order, row in zip(schedule.orders, given, strict=True)
+            for action, tick in zip(order, row, strict=True)
+            if action.kind is not Kind.W
+        }
+        for d, row in enumerate(given):
+            k, before = 0, -1
+            for unit in schedule.units(d):
+                read = [n for action in unit for n in results.inputs(action)]
+                least = 1 + max(before, *(sent[number] for number in read), -1)
+                if row[k] < least or set(row[k : k + len(unit)]) != {row[k]}:
+                    text = f"{self.spell(unit[0])} on stage {d} is in tick {row[k]}"
+                    yield _Fault(f"{text}, and can run from tick {least} on.", d, k)
+                    break
+                k, before = k + len(unit), row[k]
 
     def slices(self) -> Iterator[_Fault]:
         """Finds slices that come before those of their sequence that they read: F reads what F of
@@ -462,6 +487,9 @@ def _wrong_types(schedule: Schedule) -> Iterator[str]:
     for d, order in enumerate(orders if has_rows else ()):
         for wrong in itertools.islice(itertools.filterfalse(_is_action, order), 1):
             checks.append((f"{wrong!r} on stage {d}", wrong, False, "an Action (int, Kind, int)"))
+    given = schedule.ticks
+    fits = given is None or (is_row(given, tuple) and all(is_row(row, int) for row in given))
+    checks.append(("ticks", given, fits, "a tuple of one tuple of int for every stage"))
     pairs = schedule.overlapped
     checks.append(("overlapped", pairs, is_row(pairs, Action), "a tuple of nothing but Action"))
     for what, value, fits, expected in checks:

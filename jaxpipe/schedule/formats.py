@@ -39,9 +39,9 @@ _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Writes a schedule as PyTorch's CSV, every action in the column of its earliest tick.
+    """Writes a schedule as PyTorch's CSV, every action in the column of its tick.
 
-    `parse_csv` restores the order, but not name or promised peak.
+    `parse_csv` restores the order, but not name, promised peak or ticks.
 
     Raises:
       ScheduleError: the schedule cannot run, or cuts sequences into slices, which the format does
@@ -215,6 +215,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "orders": [" ".join(map(str, order)) for order in schedule.orders],
         **({} if schedule.num_slices == 1 else {"num_slices": schedule.num_slices}),
         **({"overlapped": " ".join(map(str, overlapped))} if overlapped else {}),
+        **({} if schedule.ticks is None else {"ticks": [*map(list, schedule.ticks)]}),
     }
 
 
@@ -239,6 +240,7 @@ def from_json(data: Any) -> Schedule:
             peak_in_flight=None if peak is None else tuple(peak),
             overlapped=tuple(map(Action.parse, data.get("overlapped", "").split())),
             num_slices=data.get("num_slices", 1),
+            ticks=tuple(map(tuple, data["ticks"])) if "ticks" in data else None,
         )
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None

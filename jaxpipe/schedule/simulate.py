@@ -206,7 +206,8 @@ def in_flight(row: Sequence[TimedAction]) -> list[tuple[float, int]]:
 
 
 def ticks(schedule: Schedule) -> list[list[int]]:
-    """Assigns every action, per stage in order, the earliest tick, from 0, that its inputs allow.
+    """Assigns every action, per stage in order, the tick that the schedule gives it; by default the
+    earliest, from 0, that its inputs allow.
 
     A stage runs at most one action per tick, and a result can be used from the next tick on, on its
     own stage or, as a message, on another.
@@ -219,6 +220,8 @@ def ticks(schedule: Schedule) -> list[list[int]]:
       >>> ticks(gpipe(2, 1))
       [[0, 3, 4], [1, 2, 3]]
     """
+    if schedule.ticks is not None:
+        return [*map(list, schedule.ticks)]
     return _walk(schedule).ticks
 
 

@@ -95,7 +95,9 @@ def lower(
 def forward_only(schedule: Schedule) -> Schedule:
     """Keeps only the forwards of a schedule, for evaluation."""
     orders = tuple(tuple(a for a in row if a.kind is Kind.F) for row in schedule.orders)
-    return dataclasses.replace(schedule, orders=orders, peak_in_flight=None, overlapped=())
+    return dataclasses.replace(
+        schedule, orders=orders, peak_in_flight=None, overlapped=(), ticks=None
+    )
 
 
 def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:

@@ -1,0 +1,153 @@
+"""Pacing: the ticks in which actions run, so that the ticks of all stages come at equal times.
+
+Late messages travel in every tick between all pairs of stages that ever have one
+(`jaxpipe.schedule.device_clock`), so no stage begins a tick much before its neighbors begin the one
+before. If every action runs in its earliest tick, a stage with short actions counts ticks faster
+than others, and waits for them; and whoever reads a message in the tick after it is sent counts
+them slower, by the time of the message. A stage that leaves out ticks while nothing is there to run
+keeps in step, and loses no time.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.check import Results
+from jaxpipe.schedule.simulate import Costs, of_virtual_stages, simulate, ticks
+
+_LENGTHS = math.inf, 1.0, 0.8, 0.9, 0.7, 0.6, 0.5
+"""Lengths of a tick that are tried, in those of an average action; if a tick never ends, none is
+left out."""
+_PACED_ACTIONS = 100_000
+"""Number of actions that are timed to pace one order: a third of a second."""
+_WORTH = 0.002
+"""Share of the time for which no further ticks are taken: each is a turn of the program's loop."""
+_ROUNDING = 1e-9
+
+
+def soonest_on_devices(
+    schedules: Iterable[Schedule], costs: Costs | Sequence[Costs]
+) -> tuple[Schedule, float]:
+    """Paces orders of one placement, and finds the one that ends first on the device clock.
+
+    Args:
+      schedules: at least one; the first of those that end at the same time wins.
+      costs: costs of one chunk; or, if chunks differ, of every virtual stage.
+
+    Returns:
+      The schedule, with its ticks, and when it ends.
+    """
+    best, ends = None, math.inf
+    for schedule in schedules:
+        units = _Units(schedule, costs)
+        paces = [(units.makespan(pace), max(pace), pace) for pace in units.paces()]
+        enough = min(end for end, *_ in paces) * (1 + _WORTH)
+        end, _, pace = min((one for one in paces if one[0] <= enough), key=lambda one: one[1])
+        if best is None or end < ends * (1 - _ROUNDING):
+            best, ends = units.in_ticks(pace), end
+    assert best is not None, "there is a schedule"
+    return best, ends
+
+
+def device_makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
+    """The makespan of `device_clock`, for searches that compare hundreds."""
+    units = _Units(schedule, costs)
+    return units.makespan(units.given)
+
+
+class _Units:
+    """The units of a schedule (`Schedule.units`) by number, stage after stage.
+
+    Attributes:
+      starts: when they start on the free-running clock.
+      given: their ticks in the schedule.
+      senders: units of other stages that send them what they read.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs | Sequence[Costs]) -> None:
+        prices = of_virtual_stages(schedule.placement, costs)
+        self.schedule, self.message = schedule, max(cost.message for cost in prices)
+        results, sent_by = Results(schedule), dict[int, int]()
+        self.stages, self.starts, self.given = list[int](), list[float](), list[int]()
+        self.durations, self.sizes, inputs = list[float](), list[int](), list[list[int]]()
+        rows = zip(simulate(schedule, prices).rows, ticks(schedule), strict=True)
+        for stage, (row, in_ticks) in enumerate(rows):
+            for part, tick in zip(row, in_ticks, strict=True):
+                action = part.action
+                if part is row[0] or tick > self.given[-1]:
+                    self.stages.append(stage)
+                    self.starts.append(part.start)
+                    self.given.append(tick)
+                    self.durations.append(0.0)
+                    self.sizes.append(0)
+                    inputs.append([])
+                cost = prices[action.virtual_stage]
+                more = cost.more(action.kind, action.microbatch, schedule.num_slices)
+                self.durations[-1] += cost.of(action.kind) + more
+                self.sizes[-1] += 1
+                inputs[-1] += [n for n in results.inputs(action) if results.stage(n) != stage]
+                if action.kind is not Kind.W:
+                    sent_by[results.number(action)] = len(inputs) - 1
+        self.senders = [[sent_by[number] for number in numbers] for numbers in inputs]
+        self.in_turn = sorted(range(len(self.given)), key=self.given.__getitem__)
+
+    def paces(self) -> Iterator[list[int]]:
+        """Yields ticks of all units: with and without one for every message to travel in, and in
+        step with ticks of several lengths."""
+        average = math.fsum(self.durations) / len(self.durations)
+        tried = _PACED_ACTIONS // len(self.durations)
+        for number, length in enumerate(_LENGTHS if any(self.senders) else _LENGTHS[:1]):
+            if number and 2 * number > tried:
+                return
+            least = [int(start / (length * average) + _ROUNDING) for start in self.starts]
+            yield self._ticks(least, 1)
+            if any(self.senders):
+                yield self._ticks(least, 2)
+
+    def _ticks(self, least: Sequence[int], travel: int) -> list[int]:
+        """Finds the earliest ticks, none before its least, in which results of other stages are
+        read so many ticks after the one that sends them."""
+        found, stages, senders = [0] * len(least), self.stages, self.senders
+        for number in self.in_turn:
+            tick = least[number]
+            if number and stages[number - 1] == stages[number]:
+                tick = max(tick, found[number - 1] + 1)
+            for sender in senders[number]:
+                tick = max(tick, found[sender] + travel)
+            found[number] = tick
+        return found
+
+    def makespan(self, pace: Sequence[int]) -> float:
+        """Computes when all is done on the device clock, as `jaxpipe.schedule.device_clock.replay`
+        does."""
+        work: list[list[tuple[int, float]]] = [[] for _ in range(max(pace) + 1)]
+        prompt: list[set[tuple[int, int]]] = [set() for _ in work]
+        late: set[tuple[int, int]] = set()
+        for number, (tick, stage) in enumerate(zip(pace, self.stages, strict=True)):
+            work[tick].append((stage, self.durations[number]))
+            for sender in self.senders[number]:
+                pairs = prompt[tick - 1] if pace[sender] == tick - 1 else late
+                pairs.add((self.stages[sender], stage))
+        now, message = [0.0] * self.schedule.num_stages, self.message
+        for units, pairs in zip(work, prompt, strict=True):
+            ends = now.copy()
+            for stage, duration in units:
+                ends[stage] += duration
+            for sender, receiver in late:
+                if now[sender] + message > ends[receiver]:
+                    ends[receiver] = now[sender] + message
+            now = ends.copy()
+            for sender, receiver in pairs:
+                if ends[sender] + message > now[receiver]:
+                    now[receiver] = ends[sender] + message
+        return max(now)
+
+    def in_ticks(self, pace: Sequence[int]) -> Schedule:
+        """Returns the schedule in these ticks."""
+        if pace == self.given:
+            return self.schedule
+        rows: list[list[int]] = [[] for _ in self.schedule.orders]
+        for stage, tick, count in zip(self.stages, pace, self.sizes, strict=True):
+            rows[stage] += [tick] * count
+        return dataclasses.replace(self.schedule, ticks=tuple(map(tuple, rows)))
