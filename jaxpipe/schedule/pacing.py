@@ -10,15 +10,17 @@ keeps in step, and loses no time.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.check import Results
 from jaxpipe.schedule.simulate import Costs, of_virtual_stages, simulate, ticks
 
-_LENGTHS = math.inf, 1.0, 0.8, 0.9, 0.7, 0.6, 0.5
-"""Lengths of a tick that are tried, in those of an average action; if a tick never ends, none is
-left out."""
+_LENGTHS = 1.0, 0.8, 0.9, 0.7, 0.6, 0.5
+"""Lengths of a tick that are tried, in those of an average action."""
+_MOST_TICKS = 3
+"""Times as many ticks as the given ones that are tried: more come of messages longer than work."""
 _PACED_ACTIONS = 100_000
 """Number of actions that are timed to pace one order: a third of a second."""
 _WORTH = 0.002
@@ -93,30 +95,46 @@ class _Units:
         self.in_turn = sorted(range(len(self.given)), key=self.given.__getitem__)
 
     def paces(self) -> Iterator[list[int]]:
-        """Yields ticks of all units: with and without one for every message to travel in, and in
-        step with ticks of several lengths."""
+        """Yields ticks of all units: the given ones; those in which all messages travel late; those
+        in the order in which units end; and those in step with ticks of several lengths."""
+        yield self.given
+        if not any(self.senders):
+            return
+        yield self._ticks([0] * len(self.given), travel=2)
+        yield self._ticks(None, travel=1)
         average = math.fsum(self.durations) / len(self.durations)
-        tried = _PACED_ACTIONS // len(self.durations)
-        for number, length in enumerate(_LENGTHS if any(self.senders) else _LENGTHS[:1]):
-            if number and 2 * number > tried:
+        shortest = min(self.durations)
+        # A long action is in the tick of its middle: others have their ticks before it ends.
+        middles = [s + (d - shortest) / 2 for s, d in zip(self.starts, self.durations, strict=True)]
+        affordable = _PACED_ACTIONS // len(self.durations)
+        for length in _LENGTHS[: max(0, affordable - 3) // 2]:
+            least = [int(middle / (length * average) + _ROUNDING) for middle in middles]
+            if max(least) > _MOST_TICKS * max(self.given):
                 return
-            least = [int(start / (length * average) + _ROUNDING) for start in self.starts]
-            yield self._ticks(least, 1)
-            if any(self.senders):
-                yield self._ticks(least, 2)
+            yield self._ticks(least, travel=1)
+            yield self._ticks(least, travel=2)
 
-    def _ticks(self, least: Sequence[int], travel: int) -> list[int]:
-        """Finds the earliest ticks, none before its least, in which results of other stages are
-        read so many ticks after the one that sends them."""
-        found, stages, senders = [0] * len(least), self.stages, self.senders
-        for number in self.in_turn:
-            tick = least[number]
+    def _ticks(self, least: Sequence[int] | None, *, travel: int) -> list[int]:
+        """Finds the earliest ticks in which results of other stages are read so many ticks after
+        the one that sends them.
+
+        Args:
+          least: no unit is in an earlier tick; None for that of any unit that ends before.
+        """
+        found, stages, tick = [0] * len(self.given), self.stages, 0
+        for number in self.in_turn if least is not None else self._by_end():
+            tick = least[number] if least is not None else tick
             if number and stages[number - 1] == stages[number]:
                 tick = max(tick, found[number - 1] + 1)
-            for sender in senders[number]:
+            for sender in self.senders[number]:
                 tick = max(tick, found[sender] + travel)
             found[number] = tick
         return found
+
+    def _by_end(self) -> list[int]:
+        ends = map(operator.add, self.starts, self.durations)
+        keys = [*zip(ends, self.given, strict=True)]
+        return sorted(range(len(keys)), key=keys.__getitem__)
 
     def makespan(self, pace: Sequence[int]) -> float:
         """Computes when all is done on the device clock, as `jaxpipe.schedule.device_clock.replay`
