@@ -27,7 +27,7 @@ from jaxpipe.commands.options import (
 )
 from jaxpipe.schedule import catalog, formats
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.device_clock import Clock, timelines
+from jaxpipe.schedule.device_clock import Clock, device_clock, timelines
 from jaxpipe.schedule.formats import read_csv, write_csv
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
@@ -35,7 +35,7 @@ from jaxpipe.schedule.search.auto import gain_of_memory, gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.show.trace import trace
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import UNIT, Costs
 
 _ENDINGS = {
     ".svg": "svg",
@@ -143,17 +143,32 @@ def show(
         own = [entry.default_chunks for entry in catalog.entries() if entry.name == name] or [1]
         check_size(stages, microbatches * max(slices or 1, 1), chunks or own[0])
     options |= {"costs": parsed} if priced is None else {"layer_costs": priced}
-    schedule = catalog.build(name, stages=stages, microbatches=microbatches, **options)
+    options |= {"stages": stages, "microbatches": microbatches}
+    schedule = catalog.build(name, **options, progress=_say)
     of_chunks = parsed if priced is None else cut_layers(priced, schedule.placement)[1]
     if written == "csv":
         _write(write_csv(schedule), out)
         return
     check_table(schedule)
+    if name == "auto":
+        _say("timing and drawing")
     text = _in_format(schedule, of_chunks, clock, written, printed=out is None)
     if written == "text" and name == "auto":
         assert priced is not None
+        _say("named schedules with half a microbatch more")
         text += _worth_of_memory(schedule, priced, memory_limit)
+    if written == "text" and any(e.name == name and e.reordered for e in catalog.entries()):
+        published = catalog.build(f"{name}{catalog.PUBLISHED}", **options)
+        if published.orders != schedule.orders:
+            text += f"also {draw.caption(device_clock(published, of_chunks))}\n"
+        elif of_chunks != UNIT:
+            text += "in the published order: none for these costs ends sooner on the device clock\n"
     _write(text, out)
+
+
+def _say(what: str) -> None:
+    """Says on standard error what `auto` does next: a long search would be silent."""
+    print(f"auto: {what}", file=sys.stderr, flush=True)
 
 
 def _worth_of_memory(

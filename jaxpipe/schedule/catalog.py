@@ -233,6 +233,7 @@ def build(
     memory_limit: float | None = None,
     costs: Costs | None = None,
     layer_costs: Sequence[Costs] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """Builds a schedule by name.
 
@@ -254,6 +255,7 @@ def build(
         (`jaxpipe.schedule.pacing`).
       layer_costs: the costs of every layer of the model, in order, instead of ``costs``. All
         schedules are then of the same model, whatever their chunks.
+      progress: called with a few words on what `auto` does next.
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.
@@ -285,6 +287,8 @@ def build(
     if chosen is not None:
         problems += [formats.no_shape(name)] if None in (stages, microbatches) else []
         problems += _misfits(chosen, given)
+    if chosen is not None and chosen.generate is auto:
+        chosen = dataclasses.replace(chosen, generate=partial(auto, progress=progress))
     try:
         refuse(problems)
         return _built(name, chosen, given, published=as_published)

@@ -29,6 +29,20 @@ def test_show_draws_one_clock_and_reports_every(clock, capsys):
     assert "\x1b" not in out
 
 
+@pytest.mark.parametrize(
+    ("costs", "says"),
+    [
+        ("1,1.4,0.8,0.3", r"also hanayo-fused-published, .* device: makespan"),
+        ("1,1.2,0.8", "in the published order: none for these costs ends sooner on the device"),
+    ],
+)
+def test_show_says_how_the_published_order_compares(costs, says, capsys):
+    assert main(["show", "hanayo-fused", *SHAPE, "--costs", costs]) == 0
+    assert re.search(says, capsys.readouterr().out)
+    assert main(["show", "hanayo-fused", *SHAPE]) == 0
+    assert "published" not in capsys.readouterr().out
+
+
 def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
     for file, arguments, start in (
         ("a.svg", [], "<?xml"),

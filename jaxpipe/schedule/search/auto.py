@@ -1,16 +1,19 @@
-"""`auto`: the schedule that ends first on devices, under a memory limit; and a bound on all."""
+"""`auto`: the schedule that ends first on devices, under a memory limit; and a bound on all.
+
+A search has a budget. Every step has a price, its actions times what one takes, and a step that
+costs more than what is left is not taken: the best so far is the result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Kind, Schedule, split_backwards
 from jaxpipe.schedule.check import peak_in_flight
-from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe
 from jaxpipe.schedule.generators.depth_first import (
     interleaved,
@@ -24,6 +27,7 @@ from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
+from jaxpipe.schedule.pacing import soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
@@ -36,11 +40,22 @@ _FEW_CHUNKS, _NUM_PROMISING = 4, 6
 _MOST_VIRTUAL_STAGES = 256
 """Placements of more are left out, unless their chunks are few: the time to order actions on them
 grows faster than the square of this number."""
-_SEARCHED_CHUNKS, _SEARCHED_ACTIONS = 2, 24_000
-"""Orders are searched on the best placement so far, and on those of at most so many chunks as long
-as all searched schedules together have at most so many actions."""
-_REORDERED_ACTIONS = 6_000
-"""Actions of the longest schedule that is reordered: longer ones would take seconds."""
+_SEARCHED_CHUNKS = 2
+"""Orders are searched on the best placement so far, and on those of at most so many chunks."""
+_SECONDS = 2.0
+"""Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
+are counted, not time, so that the result does not depend on the machine."""
+_PUBLISHED, _PACED, _REORDER, _REORDER_V = 14.0, 40.0, 250.0, 700.0
+"""Microseconds per action: to make and time a schedule, to pace it, to order it anew with
+`in_time`, and to order a V schedule or a wave anew."""
+_TRIALS = 40
+"""Schedules that the search for a building block may time: about the price of a V schedule."""
+_ORDERING_SHARE = 0.5
+"""Largest share of the time left that reordering the schedules of a placement may take."""
+_LEAST_SECONDS = 0.05
+"""Orders are not searched in less time."""
+_GAIN = 0.005
+"""Share of the time for which no search is worth it."""
 _REORDERED = ("zb-h1", "zb-h2", "interleaved-zb", "1f1b-v")
 """Schedules that are reordered by `in_time`; waves and V schedules read the costs themselves."""
 _RULE = Rule(pace=1.0, lead=2.0, patience=0.5, frees=True, reserves=True)
@@ -55,13 +70,15 @@ def auto(
     costs: Costs = UNIT,
     layer_costs: Sequence[Costs] | None = None,
     memory_limit: float | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """Finds the schedule that ends first on the device clock under a memory limit.
 
     Candidates are the schedules of this package that fit, as published and in another order for the
     costs, and the orders of a search (`search_orders`), which knows whole sequences, on every
     placement that the model allows, of up to 256 virtual stages or 4 chunks. `lower_bound` says how
-    much is left.
+    much is left. Takes about two seconds, or as long as one schedule takes, if that is longer;
+    nothing is searched where the bound says that at most .5% can be won.
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
@@ -70,6 +87,7 @@ def auto(
         number of chunks is chosen as well.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
+      progress: called with a few words on what the search does next.
 
     Raises:
       ValueError: the memory limit is too small, or there are fewer layers than stages.
@@ -83,14 +101,11 @@ def auto(
     limit = num_stages if memory_limit is None else memory_limit
     layers = [costs] * (2 * num_stages) if layer_costs is None else layer_costs
     models = _models(num_stages, num_microbatches, num_slices, layers, limit)
-    first = _First()
-    published = _offer_named(first, models)
-    if num_slices == 1:
-        _offer_searched(first, models, published)
-    elif first.makespan == math.inf:
+    search = find_soonest(models, progress)
+    if search.makespan == math.inf:
         _refuse_limit(models, limit)
     return dataclasses.replace(
-        first.schedule, name="auto", peak_in_flight=peak_in_flight(first.schedule)
+        search.schedule, name="auto", peak_in_flight=peak_in_flight(search.schedule)
     )
 
 
@@ -103,10 +118,22 @@ def gain_of_memory(
     p, m = schedule.num_stages, schedule.num_microbatches
     limit = (p if memory_limit is None else memory_limit) + 0.5
     models = _models(p, m, schedule.num_slices, layer_costs, limit)
-    current, larger = _First(), _First()
+    current, larger = Search(), Search()
     current.offer(next(m for m in models if m.placement == schedule.placement), [schedule])
     _offer_named(larger, models)
     return larger.schedule, 1 - larger.makespan / current.makespan
+
+
+def find_soonest(
+    models: Sequence[PlacedModel], progress: Callable[[str], None] | None = None
+) -> Search:
+    """Searches the schedule of a model that ends first, on any of these placements; with slices,
+    there may be none."""
+    search = Search(progress)
+    published = _offer_named(search, models)
+    if models[0].num_slices == 1:
+        _offer_searched(search, models, published)
+    return search
 
 
 class PlacedModel(NamedTuple):
@@ -135,26 +162,64 @@ class PlacedModel(NamedTuple):
         return self.costs[0] if len(set(self.costs)) == 1 else UNIT
 
 
-class _First:
-    """The schedule that ends first on the device clock, among those that are offered."""
+class Search:
+    """The schedule that ends first on the device clock so far, and the time that is left."""
 
     schedule: Schedule
     model: PlacedModel
     makespan = math.inf
 
-    def offer(self, model: PlacedModel, schedules: Iterable[Schedule]) -> None:
-        """Takes schedules of one placement."""
-        # No schedule ends sooner on devices than free-running, and that time is quick to compute.
-        timed = sorted(
-            ((makespan(schedule, model.costs), schedule) for schedule in schedules),
-            key=lambda pair: pair[0],
-        )
-        for least, schedule in timed:
-            if least >= self.makespan:
+    def __init__(self, progress: Callable[[str], None] | None = None) -> None:
+        self.microseconds, self._progress = 1e6 * _SECONDS, progress
+
+    def say(self, what: str, model: PlacedModel) -> None:
+        """Tells what is done next."""
+        if self._progress is not None:
+            p, v = model.placement.num_stages, model.placement.num_chunks
+            place = "looped" if v > 1 and model.placement.stages[p] == 0 else "V" if v > 1 else ""
+            self._progress(f"{what}, {v} chunks per stage {place}".rstrip())
+
+    def may_gain(self, model: PlacedModel) -> bool:
+        """Whether the bound of a placement leaves room for a schedule worth the search."""
+        return model.bound * (1 + _GAIN) < self.makespan
+
+    def offer(
+        self,
+        model: PlacedModel,
+        schedules: Iterable[Schedule],
+        *,
+        price: float = _PUBLISHED,
+        share: float = 1.0,
+    ) -> list[Schedule]:
+        """Takes schedules of one placement that fit, as many as there is time for.
+
+        Args:
+          price: microseconds per action that making one takes.
+          share: of the time left, what making all of them may take.
+
+        Returns:
+          Those that were made and fit.
+        """
+        timed: list[tuple[float, int, Schedule]] = []
+        rest, until = iter(schedules), self.microseconds * (1 - share)
+        # There is always one: without a schedule, the search goes on.
+        while (self.makespan == math.inf and not timed) or (
+            self.microseconds - price * model.num_actions >= until
+        ):
+            if (schedule := next(rest, None)) is None:
                 break
-            end = device_clock(schedule, model.costs).makespan
+            self.microseconds -= price * model.num_actions
+            if max(peak_in_flight(schedule)) <= model.cap:
+                timed.append((makespan(schedule, model.costs), len(timed), schedule))
+        # No schedule ends sooner on devices than free-running, and that time is quick to compute.
+        for least, _, schedule in sorted(timed):
+            if least >= self.makespan or (self.microseconds <= 0 and self.makespan < math.inf):
+                break
+            self.microseconds -= _PACED * model.num_actions
+            paced, end = soonest_on_devices([schedule], model.costs)
             if end < self.makespan:
-                self.schedule, self.model, self.makespan = schedule, model, end
+                self.schedule, self.model, self.makespan = paced, model, end
+        return [schedule for *_, schedule in timed]
 
 
 def _models(
@@ -201,65 +266,61 @@ def _refuse_limit(models: Sequence[PlacedModel], memory_limit: float) -> None:
     refuse([Problem("memory_limit", memory_limit, rule, (least,), others, "auto")])
 
 
-def _offer_named(first: _First, models: Sequence[PlacedModel]) -> dict[PlacedModel, list[Schedule]]:
-    """Offers the schedules of this package, from the placements of the least bounds on; returns the
-    published ones."""
-    ranked = sorted(models, key=lambda model: model.bound)
+def _offer_named(
+    search: Search, models: Sequence[PlacedModel]
+) -> dict[PlacedModel, list[Schedule]]:
+    """Offers the schedules of this package, from the V and then the placements of the least bounds
+    on; returns the published ones."""
+    v = wave(models[0].placement.num_stages)
+    ranked = sorted(models, key=lambda model: (model.placement != v, model.bound))
     few = [model for model in ranked if model.placement.num_chunks <= _FEW_CHUNKS]
     published = {}
     for model in dict.fromkeys([*few, *ranked[:_NUM_PROMISING]]):
-        if model.bound < first.makespan:
-            published[model] = [*published_schedules(model)]
-            first.offer(model, published[model])
-            if _reorders(model):
-                first.offer(model, _fitting(model, _named(model, reordered=True)))
+        if search.may_gain(model):
+            search.say("named schedules", model)
+            published[model] = search.offer(model, published_schedules(model))
+    for model in published:
+        if search.may_gain(model):
+            search.say("orders for the costs", model)
+            waves = model.placement.stages[-1] == 0
+            price = _REORDER_V if waves else _REORDER
+            search.offer(model, _made_anew(model), price=price, share=_ORDERING_SHARE)
     return published
 
 
 def _offer_searched(
-    first: _First,
+    search: Search,
     models: Sequence[PlacedModel],
     published: Mapping[PlacedModel, list[Schedule]],
 ) -> None:
-    """Offers orders that are searched for on the best placement and on those of few chunks."""
+    """Offers orders that are searched for on the best placement and on those of few chunks, each in
+    half of the time that is left."""
     few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
-    actions = 0
-    for model in dict.fromkeys([first.model, *few]):
-        actions += model.num_actions
-        if model.bound < first.makespan and (model == first.model or actions <= _SEARCHED_ACTIONS):
-            seeds = published.get(model) or [*published_schedules(model)]
-            orders = search_orders(
-                model.placement,
-                model.num_microbatches,
-                costs=model.costs,
-                cap=model.cap,
-                seeds=map(split_backwards, seeds),
-                bound=model.bound,
-            )
-            first.offer(model, orders)
+    for model in dict.fromkeys([search.model, *few]):
+        seconds = search.microseconds / 2e6
+        if not search.may_gain(model) or seconds < _LEAST_SECONDS:
+            continue
+        search.say("searching orders", model)
+        seeds = published.get(model) or search.offer(model, published_schedules(model))
+        orders = search_orders(
+            model.placement,
+            model.num_microbatches,
+            costs=model.costs,
+            cap=model.cap,
+            seeds=map(split_backwards, seeds),
+            bound=model.bound,
+            seconds=seconds,
+        )
+        search.microseconds -= 1e6 * seconds
+        search.offer(model, orders, price=0.0)
 
 
 def published_schedules(model: PlacedModel) -> Iterator[Schedule]:
-    """Yields the published schedules that fit, the first of them to end in another order for the
-    costs, and one by a rule, which always fits."""
-    schedules = _fitting(model, _named(model))
-    if model.num_slices > 1:
-        yield from schedules
-        return
-    if _reorders(model):
-        schedules.sort(key=lambda schedule: makespan(schedule, model.chunk))
-        schedules += [in_time(schedule, model.chunk) for schedule in schedules[:1]]
-    yield from schedules
-    place, m = model.placement, model.num_microbatches
-    yield Schedule("auto", place, m, dispatch(place, m, model.costs, model.cap, _RULE))
-
-
-def _reorders(model: PlacedModel) -> bool:
-    return model.chunk != UNIT and model.num_actions <= _REORDERED_ACTIONS
-
-
-def _fitting(model: PlacedModel, schedules: Iterable[Schedule]) -> list[Schedule]:
-    return [schedule for schedule in schedules if max(peak_in_flight(schedule)) <= model.cap]
+    """Yields the published schedules, and one by a rule, which always fits."""
+    yield from _named(model)
+    if model.num_slices == 1:
+        place, m = model.placement, model.num_microbatches
+        yield Schedule("auto", place, m, dispatch(place, m, model.costs, model.cap, _RULE))
 
 
 def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]:
@@ -270,27 +331,39 @@ def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]
     """
     p, m, v = model.placement.num_stages, model.num_microbatches, model.placement.num_chunks
     k = model.num_slices
-    schedules = []
+    schedules: Iterable[Schedule] = ()
     if v == 1 and model.placement == linear(p):
-        schedules = [make(p, m, num_slices=k) for make in (gpipe, one_f_one_b, zb_h1, zb_h2)]
+        made = zb_h2, zb_h1, one_f_one_b, gpipe
+        schedules = (make(p, m, num_slices=k) for make in made)
     elif model.placement == looped(p, num_chunks=v):
-        looping = interleaved, interleaved_zb, breadth_first
-        schedules = [make(p, m, num_chunks=v, num_slices=k) for make in looping]
+        looping = interleaved_zb, interleaved, breadth_first
         groups = range(-(-p // 2), p) if k == 1 else ()
-        schedules += [interleaved(p, m, num_chunks=v, group=group) for group in groups]
+        schedules = itertools.chain(
+            (make(p, m, num_chunks=v, num_slices=k) for make in looping),
+            (interleaved(p, m, num_chunks=v, group=group) for group in groups),
+        )
     elif v % 2 == 0 and model.placement == wave(p, num_waves=v // 2):
         costs = model.chunk if reordered else UNIT
-        yield hanayo(p, m, num_chunks=v, memory_limit=model.cap / v, costs=costs)
         if v == 2:
             yield from (make(p, m, costs=costs) for make in (zb_v, v_half, v_min))
-            schedules = [dualpipe_v(p, m), one_f_one_b_v(p, m)]
-            least = min(max(v_min(p, m).peak_in_flight or ()), 2 * m)
-            if least <= model.cap < 2 * p and not reordered:
-                limit, costs = model.cap / 2, model.chunk
-                schedules.append(controllable_memory(p, m, memory_limit=limit, costs=costs))
+        yield hanayo(p, m, num_chunks=v, memory_limit=model.cap / v, costs=costs)
+        if v == 2:
+            schedules = (make(p, m) for make in (dualpipe_v, one_f_one_b_v))
     if reordered:
-        schedules = [in_time(s, model.chunk) for s in schedules if s.name in _REORDERED]
+        schedules = (in_time(s, model.chunk) for s in schedules if s.name in _REORDERED)
     yield from schedules
+
+
+def _made_anew(model: PlacedModel) -> Iterator[Schedule]:
+    """Yields what is made for the costs and the limit: the best building block, and the schedules
+    of this package in other orders."""
+    p, m = model.placement.num_stages, model.num_microbatches
+    on_v = model.placement == wave(p) and model.num_slices == 1
+    if on_v and min(max(v_min(p, m).peak_in_flight or ()), 2 * m) <= model.cap < 2 * p:
+        limit, trials = model.cap / 2, _TRIALS * model.num_actions
+        yield controllable_memory(p, m, memory_limit=limit, costs=model.chunk, trial_actions=trials)
+    if model.chunk != UNIT:
+        yield from _named(model, reordered=True)
 
 
 def lower_bound(

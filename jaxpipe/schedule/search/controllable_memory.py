@@ -22,7 +22,7 @@ _SPREAD = 8
 _MAX_BLOCKS = 100
 """At p=4, 6, 8 the winner is among the first 10 with equal costs, mostly among 60 with others."""
 _TRIAL_ACTIONS = 200_000
-"""Number of actions that the search may simulate: about a second."""
+"""Number of actions that the search may simulate by default: about two seconds."""
 _MAX_FINALISTS = 8
 
 
@@ -32,6 +32,7 @@ def controllable_memory(
     *,
     memory_limit: float | None = None,
     costs: Costs = UNIT,
+    trial_actions: int = _TRIAL_ACTIONS,
 ) -> Schedule:
     """Searches for the building block whose schedule ends first under a memory limit.
 
@@ -46,6 +47,7 @@ def controllable_memory(
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.
         None for 1F1B's, which is p.
       costs: costs of one chunk; the search minimises the free-running makespan with them.
+      trial_actions: number of actions that it may simulate to rank blocks, and again to choose.
 
     Raises:
       ValueError: no building block fits the limit.
@@ -67,16 +69,18 @@ def controllable_memory(
         refuse([Problem("memory_limit", memory_limit, rule, (least,), others, name)])
     # At most all microbatches are in flight.
     limit = int(min(2 * memory_limit, 2 * num_microbatches))
-    found = _search(num_stages, num_microbatches, limit, costs)
+    found = _search(num_stages, num_microbatches, limit, costs, trial_actions)
     # The search may find one of the paper's blocks, which promises less.
     return dataclasses.replace(found, peak_in_flight=(limit,) * num_stages)
 
 
-def _search(num_stages: int, num_microbatches: int, limit: int, costs: Costs) -> Schedule:
+def _search(
+    num_stages: int, num_microbatches: int, limit: int, costs: Costs, trial_actions: int
+) -> Schedule:
     # Three rounds of the pipeline show warm-up, steady state and cool-down.
     trial_microbatches = min(num_microbatches, 3 * num_stages)
-    num_trials = _TRIAL_ACTIONS // (_PERIOD * num_stages * trial_microbatches)
-    num_finalists = _TRIAL_ACTIONS // (_PERIOD * num_stages * num_microbatches)
+    num_trials = trial_actions // (_PERIOD * num_stages * trial_microbatches)
+    num_finalists = trial_actions // (_PERIOD * num_stages * num_microbatches)
     # Blocks that hold more than 2p chunks gain nothing, and a limit of all 2m chunks is no limit.
     block_limit = 2 * num_stages
     if limit < 2 * num_microbatches:

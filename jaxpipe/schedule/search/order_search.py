@@ -31,12 +31,11 @@ _LEADS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _PATIENCE = (0.0, 0.5, 0.99)
 _STRIDE = 7
 """Step in which rules are tried, so that the first ones are unlike each other."""
-_RULE_ACTIONS = 200_000
-"""Number of actions that the rules may order: less than a second."""
-_FINAL_ACTIONS = 50_000
-"""Number of actions that the best of them may order once all microbatches are there."""
-_MOVED_ACTIONS = 800_000
-"""Number of actions that local search may time: about a second."""
+_RULE_SHARE, _FINAL_SHARE = 0.3, 0.1
+"""Shares of the work for rules, and for the best of them once all microbatches are there; what is
+left is for local search."""
+_ORDERED, _MOVED = 9.0, 1.7
+"""Microseconds that it takes to order an action by a rule, and per action to time a move."""
 _FEWEST_MOVES, _MOST_MOVES = 30, 3_000
 _NUM_STARTS = 8
 """Number of orders from which local search starts; more moves from fewer find less."""
@@ -60,6 +59,7 @@ def search_orders(
     cap: int,
     seeds: Iterable[Schedule] = (),
     bound: float = 0.0,
+    seconds: float = 4.0,
 ) -> list[Schedule]:
     """Finds orders that end early on the free-running clock, the earliest first. Deterministic.
 
@@ -68,13 +68,16 @@ def search_orders(
       cap: the most chunks in flight on a stage, at least those of one microbatch.
       seeds: split schedules on this placement, within the cap.
       bound: no schedule ends before this.
+      seconds: about the time that this takes on one core of a server of 2021. Actions are counted,
+        not time, so that the result does not depend on the machine.
     """
-    schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap)]
+    schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap, 1e6 * seconds)]
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
     distinct = {schedules[k].orders: (time, schedules[k]) for time, k in reversed(timed)}
     best = sorted(distinct.values(), key=lambda item: item[0])[:_NUM_STARTS]
     size = 3 * placement.num_virtual_stages * num_microbatches
-    moves = min(_MOST_MOVES, _MOVED_ACTIONS // size // _NUM_STARTS)
+    moving = 1e6 * seconds * (1 - _RULE_SHARE - _FINAL_SHARE)
+    moves = min(_MOST_MOVES, int(moving / (_MOVED * size * _NUM_STARTS)))
     if moves < _FEWEST_MOVES:
         moves = 0
     improved: list[tuple[float, Schedule]] = []
@@ -90,7 +93,11 @@ def search_orders(
 
 
 def _by_rules(
-    placement: Placement, num_microbatches: int, costs: Sequence[Costs], cap: int
+    placement: Placement,
+    num_microbatches: int,
+    costs: Sequence[Costs],
+    cap: int,
+    microseconds: float,
 ) -> Iterator[Schedule]:
     """Yields the best schedules by rules; three rounds of the pipeline show how good a rule is."""
     trial = min(num_microbatches, 3 * placement.num_stages)
@@ -101,7 +108,8 @@ def _by_rules(
         return Schedule("auto", placement, count, orders)
 
     tried = []
-    for rule in itertools.islice(_rules(placement), max(1, _RULE_ACTIONS // size)):
+    affordable = max(1, int(microseconds * _RULE_SHARE / (_ORDERED * size)))
+    for rule in itertools.islice(_rules(placement), affordable):
         schedule = ordered(rule, trial)
         tried.append((makespan(schedule, costs), rule, schedule))
     tried.sort(key=lambda item: item[:2])
@@ -109,7 +117,8 @@ def _by_rules(
         yield from (schedule for _, _, schedule in tried[: 4 * _NUM_STARTS])
     else:
         whole = 3 * placement.num_virtual_stages * num_microbatches
-        number = max(1, min(2 * _NUM_STARTS, _FINAL_ACTIONS // whole))
+        affordable = int(microseconds * _FINAL_SHARE / (_ORDERED * whole))
+        number = max(1, min(2 * _NUM_STARTS, affordable))
         yield from (ordered(rule, num_microbatches) for _, rule, _ in tried[:number])
 
 
