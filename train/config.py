@@ -144,8 +144,8 @@ class PipelineConfig(Section):
     """Slices into which the sequences of a microbatch are cut, for long ones (task gpt). A slice
     keeps its share of a microbatch's activations, and bubbles are that much shorter; keys and
     values of the slices before stay on their stage. Experts are balanced, and their capacities
-    counted, slice by slice. gpipe, 1f1b, interleaved, breadth-first, modular, zb-h1, zb-h2,
-    interleaved-zb and auto read it, and model.sequence_length must be a multiple."""
+    counted, slice by slice. gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, modular, zb-h1,
+    zb-h2, interleaved-zb and auto read it, and model.sequence_length must be a multiple."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
     """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
     partition: str = "flops"

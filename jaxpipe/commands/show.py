@@ -92,9 +92,9 @@ def show(
       microbatches: m, microbatches per batch; every schedule but a file needs it.
       chunks: v, chunks per stage; by default the schedule's own.
       group: microbatches that interleaved and breadth-first schedules take together.
-      slices: k, slices into which gpipe, 1f1b, interleaved, breadth-first, modular, zb-h1, zb-h2,
-        interleaved-zb and auto cut the sequences of a microbatch; each is drawn as a microbatch,
-        and costs are those of one.
+      slices: k, slices into which gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, modular,
+        zb-h1, zb-h2, interleaved-zb and auto cut the sequences of a microbatch; each is drawn as a
+        microbatch, and costs are those of one.
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
         fifth number is the share of the shorter that an overlapped pair of forward and backward
         saves on the free clock: 1,1.2,0.8,0.1,0.5. A sixth is the share of F and B that is

@@ -49,6 +49,7 @@ class Searched(NamedTuple):
 SCHEDULES: Mapping[str, Searched] = {
     "1f1b-fused": Searched((1,), 1),
     "1f1b": Searched((1,), 1),
+    "eager-1f1b-fused": Searched((1,), 1.5),
     "zb-h1": Searched((1,), 1),
     "zb-h2": Searched((1,), 1.5),
     "zb-v": Searched((2,), 1),

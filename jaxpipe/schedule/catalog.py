@@ -21,6 +21,7 @@ from jaxpipe.schedule import formats
 from jaxpipe.schedule.actions import GUESTS, Schedule
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe, modular
 from jaxpipe.schedule.generators.depth_first import (
+    eager_1f1b,
     interleaved,
     interleaved_zb,
     one_f_one_b,
@@ -97,6 +98,7 @@ def _split_and_fused(
 
 
 _LAMY_POIRIER, _ZERO_BUBBLE = "arXiv 2211.05953", "arXiv 2401.10241"
+_ALPA = "arXiv 2211.05322"
 _DUALPIPE, _CONTROLLABLE_MEMORY = "arXiv 2412.19437", "arXiv 2405.15362"
 _reordered, _on_v = partial(Entry, reordered=True), partial(Entry, chunks=2)
 _reordered_v = partial(_on_v, reordered=True)
@@ -104,6 +106,9 @@ _reordered_v = partial(_on_v, reordered=True)
 BUILT_IN = (
     *_split_and_fused("gpipe", gpipe, "All forwards, then all backwards", "arXiv 1811.06965"),
     *_split_and_fused("1f1b", one_f_one_b, "One forward, one backward in turn", "arXiv 2006.09503"),
+    *_split_and_fused(
+        "eager-1f1b", eager_1f1b, "1F1B with twice the warm-up, for slow messages", _ALPA
+    ),
     *_split_and_fused(
         "interleaved", interleaved, "1F1B over chunks, depth-first", "arXiv 2104.04473"
     ),

@@ -18,13 +18,17 @@ from jaxpipe.runtime import assembly
 from jaxpipe.runtime.checks import num_layers
 from jaxpipe.runtime.layers.model import layer_key
 from jaxpipe.runtime.measure import buffers
-from jaxpipe.schedule import catalog
+from jaxpipe.schedule import Costs, catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")
 REPLICAS = {"stage": 2, "data": 4, "replica": 2}
 
 THREE_CHUNKS = catalog.build("interleaved", stages=2, microbatches=4, chunks=3)
 """Chunks of which two fit into slots."""
+PACED = catalog.build(
+    "eager-1f1b-fused", stages=4, microbatches=6, costs=Costs(1, 1, 2, message=0.9)
+)
+"""Ticks are left out, so that late messages have time."""
 
 # fmt: off
 CASES = [
@@ -49,6 +53,7 @@ CASES = [
      {"microbatches": 3, "together": True}),
     ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled"}),
     ("split ends", "1f1b-fused", {"stage": 2}, {}),
+    ("untied", PACED, {"stage": 4}, {"microbatches": 6, "late": True}),
 ]
 SLOW = [
     ("tied", THREE_CHUNKS, {"stage": 2, "data": 2},
@@ -125,6 +130,10 @@ def no_stage_keeps_a_whole_table(pipe) -> None:
             kept = math.prod(w.sharding.shard_shape(w.shape))
             divides = any(n % pipe.mesh.size == 0 for n in w.shape)
             assert not divides or w.ndim < 2 or kept * pipe.mesh.shape["stage"] <= w.size
+
+
+def test_the_paced_case_leaves_ticks_out():
+    assert PACED.ticks is not None
 
 
 def test_keys_differ_by_microbatch_data_shard_and_layer():

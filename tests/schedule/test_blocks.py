@@ -32,6 +32,10 @@ def linear_block(p: int, down: int, up: int, *, delay: int = 0, wait: int = 0, f
 BLOCKS = {
     "gpipe": (lambda p: linear_block(p, 1, 2, wait=M - 1), lambda p, d: M),
     "1f1b-fused": (lambda p: linear_block(p, 1, 2, fused=True), lambda p, d: p - d),
+    "eager-1f1b-fused": (
+        lambda p: linear_block(p, 3, 3, fused=True),
+        lambda p, d: 2 * (p - d) - 1,
+    ),
     "zb-h1": (lambda p: linear_block(p, 1, 2, delay=1), lambda p, d: p),
     "zb-h2": (lambda p: linear_block(p, 3, 3, delay=2), lambda p, d: 2 * p - 1),
     "v-min": (v_min_block, lambda p, d: 2 * ((p + 4) // 3)),
@@ -55,7 +59,7 @@ def test_published_peaks_follow_from_the_blocks(name):
             assert peaks == [published(p, d) for d in range(p)]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b-fused", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b-fused", "eager-1f1b-fused", "zb-h1", "zb-h2"])
 def test_schedules_of_one_chunk_are_their_blocks_repeated(name):
     """To the action: the block says all about the order."""
     for p in (2, 3, 5):

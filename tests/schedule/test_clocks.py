@@ -168,3 +168,16 @@ def test_bubbles_at_measured_costs_are_those_that_the_authors_state(name, column
         longest = max(simulate(schedule, costs).stage_spans)
         rate = 1 - microbatches * sum(kinds) / longest
         assert rate == pytest.approx(rates[column], abs=1e-4), (stages, microbatches)
+
+
+def test_a_longer_warm_up_gives_slow_messages_time():
+    """11.8% sooner than 1F1B on 8 stages, for 15 microbatches in flight in place of 8."""
+    costs, shape = Costs(1, 1, 1, message=0.3), {"stages": 8, "microbatches": 32}
+    ends, peaks = {}, {}
+    for name in ("1f1b-fused", "eager-1f1b-fused"):
+        schedule = catalog.build(name, **shape, costs=costs)
+        free, device = timelines(schedule, costs)
+        assert device.makespan <= 1.01 * free.makespan
+        ends[name], peaks[name] = device.makespan, max(free.peak_in_flight)
+    assert [*peaks.values()] == [8, 15]
+    assert 1 - ends["eager-1f1b-fused"] / ends["1f1b-fused"] == pytest.approx(0.118, abs=5e-4)

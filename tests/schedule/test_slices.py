@@ -19,7 +19,7 @@ from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 NAMES = (
     *("gpipe", "gpipe-fused", "breadth-first", "breadth-first-descending", "modular-fused"),
-    *("1f1b", "1f1b-fused", "interleaved", "interleaved-fused"),
+    *("1f1b", "1f1b-fused", "eager-1f1b", "interleaved", "interleaved-fused"),
     *("zb-h1", "zb-h2", "interleaved-zb"),
 )
 SHAPES = [*itertools.product((2, 4, 8), (1, 3, 8), (1, 2, 4)), (3, 5, 3), (8, 4, 16)]

@@ -37,6 +37,32 @@ def one_f_one_b(
     )
 
 
+def eager_1f1b(
+    num_stages: int, num_microbatches: int, *, num_slices: int = 1, fused: bool = False
+) -> Schedule:
+    """Runs 1F1B with twice the warm-up, which leaves messages the time of an F to travel.
+
+    Between a forward and its backward, each hop has a whole period of the steady state, in place of
+    an F and a backward. Without the time of messages it ends when 1F1B does, and keeps 2(p-d)-1
+    microbatches on stage d.
+
+    Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism", arXiv 2211.05322;
+    JaxPP's ``Eager1F1B``.
+
+    Example:
+      >>> eager_1f1b(4, 8).peak_in_flight
+      (7, 5, 3, 1)
+    """
+    return depth_first(
+        "eager-1f1b-fused" if fused else "eager-1f1b",
+        linear(num_stages),
+        num_microbatches,
+        warm_ups=range(2 * num_stages - 2, -1, -2),
+        delays=None if fused else (0,) * num_stages,
+        num_slices=num_slices,
+    )
+
+
 def zb_h1(num_stages: int, num_microbatches: int, *, num_slices: int = 1) -> Schedule:
     """Runs 1F1B with W deferred by d backwards on stage d, which levels the memory of all stages.
 

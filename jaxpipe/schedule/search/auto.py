@@ -16,6 +16,7 @@ from jaxpipe.schedule.actions import Kind, Schedule, split_backwards
 from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe
 from jaxpipe.schedule.generators.depth_first import (
+    eager_1f1b,
     interleaved,
     interleaved_zb,
     one_f_one_b,
@@ -333,7 +334,7 @@ def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]
     k = model.num_slices
     schedules: Iterable[Schedule] = ()
     if v == 1 and model.placement == linear(p):
-        made = zb_h2, zb_h1, one_f_one_b, gpipe
+        made = zb_h2, zb_h1, one_f_one_b, eager_1f1b, gpipe
         schedules = (make(p, m, num_slices=k) for make in made)
     elif model.placement == looped(p, num_chunks=v):
         looping = interleaved_zb, interleaved, breadth_first
