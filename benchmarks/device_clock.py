@@ -1,113 +1,100 @@
-"""How early does the best schedule end on devices, and was it earlier in time slices?
+"""How much later does a schedule end on devices than on the free-running clock?
 
-`auto` over the grid p = 2, 4, 8; m = p, 2p, 4p; four costs; three message times; half, one and two
-times 1F1B's memory. Commit 4358b42 could cut actions into slices of layers (8 layers per stage);
-its results, on the clock of that time, are read from ``results/device_clock_before.jsonl``, one
-object per line with ``key``, ``sliced`` and ``whole``. Rows that are not there are left out.
+Named schedules over the grid p = 2, 4, 8; m = p, 3p/2, 2p, 4p; four costs of a stage; messages of
+0, .1 and .3 of a stage; 2 and 4 chunks where one can choose. The device clock of the published
+order in its earliest ticks, and of what `build` makes of it for the costs, is given as a multiple
+of the free-running one, that of either order, whichever is less.
 
-    python -m benchmarks.device_clock
-
-Every row is written to ``results/device_clock.jsonl`` as soon as it is known, and a run goes on
-where the last one stopped: delete the file to start over.
+    python -m benchmarks.device_clock [--names zb-v interleaved] [--step 4] [--most-message 0.1]
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tyro
 
 from benchmarks import harness
-from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.search.auto import auto
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule import Costs, build, catalog, device_clock, simulate
 
 COSTS = (1, 1, 1), (1, 1.2, 0.8), (0.75, 1.5, 0.75), (0.8, 1.3, 0.9)
 """F, B, W of a full stage."""
-MESSAGES = 0, 0.05, 0.1
+MESSAGES = 0, 0.1, 0.3
 _ROUNDING = 1e-9
 
 
 class Case(NamedTuple):
-    """One row of the grid."""
+    """One schedule at one shape and one price."""
 
+    v: int
     p: int
-    m: int
+    rounds: float
     costs: tuple[float, float, float]
     message: float
-    limit: float
 
-    @property
-    def key(self) -> str:
-        return f"{self.p} {self.m} {self.costs} {self.message} {self.limit}"
-
-    def makespan(self) -> float:
-        """When the best schedule ends on devices."""
-        half = Costs(*(cost / 2 for cost in self.costs), message=self.message)
-        found = auto(self.p, self.m, costs=half, memory_limit=self.limit)
-        costs = cut_layers([half] * (2 * self.p), found.placement)[1]
-        return device_clock(found, costs).makespan
-
-
-def cases() -> Iterator[Case]:
-    """The grid."""
-    for p, rounds, costs, message, share in itertools.product(
-        (2, 4, 8), (1, 2, 4), COSTS, MESSAGES, (0.5, 1, 2)
-    ):
-        yield Case(p, rounds * p, costs, message, share * p)
+    def ratios(self, entry: catalog.Entry) -> tuple[float, float]:
+        """The device clock over the free-running one: of the published order in its earliest ticks,
+        and of the schedule for the costs."""
+        f, b, w = (cost / self.v for cost in self.costs)
+        costs = Costs(f, b, w, self.message)
+        shape: dict[str, Any] = {"stages": self.p, "microbatches": int(self.rounds * self.p)}
+        shape |= {"chunks": self.v} if "num_chunks" in entry.defaults else {}
+        published = build(entry.name + catalog.PUBLISHED * entry.reordered, **shape)
+        built = build(entry.name, **shape, costs=costs)
+        free = min(simulate(schedule, costs).makespan for schedule in (published, built))
+        earliest, paced = (device_clock(s, costs).makespan / free for s in (published, built))
+        return earliest, paced
 
 
-def known(name: str) -> dict[str, dict[str, float]]:
-    """The rows of a file of results, by key."""
-    path = harness.RESULTS / name
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["key"]: row for row in map(json.loads, lines)}
+def main(names: Sequence[str] = ("all",), step: int = 1, most_message: float = 0.3) -> None:
+    """Prints the table and writes it.
 
-
-def main() -> None:
-    """Prints the table by p and m, and every row that ends later than in slices."""
-    path = harness.RESULTS / "device_clock.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    before, now = known("device_clock_before.jsonl"), known(path.name)
-    changes: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for case in cases():
-        if (row := before.get(case.key)) is None:
-            continue
-        if case.key not in now:
-            now[case.key] = {"makespan": case.makespan()}
-            with path.open("a") as file:
-                file.write(json.dumps({"key": case.key} | now[case.key]) + "\n")
-        ends = now[case.key]["makespan"]
-        change = 100 * (ends / row["sliced"] - 1), 100 * (ends / row["whole"] - 1)
-        changes.setdefault((case.p, case.m), []).append(change)
-        if change[0] > _ROUNDING:
-            harness.note(f"later: {case.key}: {ends:.4g}, {change[0]:+.2f}%")
+    Args:
+      names: the schedules; all but those that are searched.
+      step: every how many rows of the grid are taken.
+      most_message: the longest message.
+    """
+    entries = {entry.name: entry for entry in catalog.entries()}
+    searched = {"auto", "controllable-memory"}
     table: list[dict[str, str | float]] = []
-    for (p, m), rows in changes.items():
-        sliced, whole = zip(*rows, strict=True)
+    for name in harness.chosen(names):
+        if name in searched:
+            continue
+        entry = entries[name]
+        chunks = (2, 4) if "num_chunks" in entry.defaults else (entry.default_chunks,)
+        messages = [message for message in MESSAGES if message <= most_message]
+        grid = itertools.product(chunks, (2, 4, 8), (1, 1.5, 2, 4), COSTS, messages)
+        cases = [Case(*case) for case in itertools.islice(grid, 0, None, step)]
+        earliest, built = zip(*(case.ratios(entry) for case in cases), strict=True)
         table.append(
             {
-                "p": p,
-                "m": m,
-                "rows": len(rows),
-                "mean change %": statistics.mean(sliced),
-                "worst %": max(sliced),
-                "best %": min(sliced),
-                "mean change from whole actions %": statistics.mean(whole),
+                "schedule": name,
+                "rows": len(cases),
+                "median, earliest ticks": statistics.median(earliest),
+                "worst, earliest ticks": max(earliest),
+                "above 1.1, earliest ticks": sum(ratio > 1.1 for ratio in earliest),
+                "median": statistics.median(built),
+                "worst": max(built),
+                "above 1.1": sum(ratio > 1.1 for ratio in built),
+                "after the published order": sum(
+                    now > before + _ROUNDING for before, now in zip(earliest, built, strict=True)
+                ),
+                "worst case": str(cases[built.index(max(built))]),
             }
         )
+        harness.note(f"{table[-1]}")
     harness.report(
         "device_clock",
         table,
-        title="auto on the device clock, and the best schedule in time slices before",
-        label=("p", "m"),
-        bars=("mean change %",),
-        axis="change of the makespan, %",
+        title="The device clock over the free-running clock",
+        label=("schedule",),
+        bars=("worst, earliest ticks", "worst"),
+        axis="device clock / free-running clock",
     )
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

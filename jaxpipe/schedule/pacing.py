@@ -52,12 +52,6 @@ def soonest_on_devices(
     return best, ends
 
 
-def device_makespan(schedule: Schedule, costs: Costs | Sequence[Costs]) -> float:
-    """The makespan of `device_clock`, for searches that compare hundreds."""
-    units = _Units(schedule, costs)
-    return units.makespan(units.given)
-
-
 class _Units:
     """The units of a schedule (`Schedule.units`) by number, stage after stage.
 

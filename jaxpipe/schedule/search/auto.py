@@ -94,6 +94,7 @@ def auto(
       ValueError: the memory limit is too small, or there are fewer layers than stages.
 
     Example:
+      >>> from jaxpipe.schedule.device_clock import device_clock
       >>> costs = Costs(1, 1.2, 0.8)
       >>> schedule = auto(2, 4, costs=costs)
       >>> schedule.num_chunks, round(device_clock(schedule, costs).makespan, 1)
