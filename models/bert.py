@@ -309,7 +309,8 @@ def _loss(config, outer, x, microbatch, sharing, **over):
     losses = optax.softmax_cross_entropy_with_integer_labels(
         _next_sentence(config, outer, first_BE), microbatch["next_sentence"]
     )
-    return Weighted((loss + losses.mean()) * num_targets, num_targets)
+    weight = jnp.maximum(num_targets, 1)  # rows without a token to predict have a next sentence
+    return Weighted((loss + losses.mean()) * weight, weight)
 
 
 def _next_sentence(config, outer, x_BE):
