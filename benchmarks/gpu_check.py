@@ -1,23 +1,25 @@
-"""Rates that one GPU attains, and the cost of a pipeline on it, beside what the models assume.
+"""The cost of a pipeline's program on one GPU, and rates that it attains beside those assumed.
 
-It takes four minutes on an H100 machine; without a GPU the same runs in small on the CPU. It prints
-three tables and writes them to ``results/gpu_check.json``:
+Without a GPU the same runs in small on the CPU. What is worth most comes first; no row is begun
+when the minutes are over. It prints tables, and writes them to ``results/gpu_check.json`` after
+every row:
 
-1. Rates of simple programs beside what the models of this project assume: matmuls by shape,
-   attention, copies, fp8 and grouped matmuls.
-2. Training steps of a GPT on one device: two plain jitted ones (`benchmarks/plain_steps.py`), and
-   pipelines of one stage, by rematerialization, schedule and layout of the weights, with their
-   memory as compiled and as predicted. On a GPU the roofline model stands beside the clock.
-3. The fastest pipeline's step with XLA's autotuning and without.
+1. Training steps of a GPT on one device: plain jitted ones (`benchmarks/plain_steps.py`), and
+   single stages of pipelines (`benchmarks/one_stage.py`): what idle ticks, slots, chunks and split
+   backwards cost. "of plain" is the time per layer and microbatch by that of the best plain step,
+   embedding and head included on both sides where the stage has them. On a GPU the roofline model
+   stands beside the clock.
+2. The same with other command buffers (CUDA graphs), and without XLA's autotuning.
+3. Rates of simple programs beside what the models of this project assume: matmuls by shape,
+   attention, copies, fp8 and grouped matmuls. ``results/gpu_check_device.json`` holds the device
+   with these rates, for ``jaxpipe plan --device``.
 
-``results/gpu_check_device.json`` holds the device with these rates, for ``jaxpipe plan --device``.
-With one device there are no data shards: every ZeRO level is the same program.
-
-    make gpu-check
+    make gpu-check      # all of it, and 20 steps of the trainer: 12 minutes with installation
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -25,6 +27,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,28 +45,53 @@ from rich.table import Table
 
 import jaxpipe
 from benchmarks import harness
-from benchmarks.hlo import HloProgram
 from benchmarks.modelled_steps import modelled
-from benchmarks.plain_steps import plain_step
+from benchmarks.one_stage import stage_of_pipeline
+from benchmarks.plain_steps import by_layer, plain_step
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
-from jaxpipe.runtime.measure import bytes_beside_arguments, compiled, predicted_bytes
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.measure import bytes_beside_arguments, compiled
 from models import gpt
 from models.grouped_matmul import grouped_matmul
 
 _BF16, _FP8 = jnp.bfloat16, jnp.float8_e4m3fn
-_NO_AUTOTUNING = {"xla_gpu_autotune_level": "0"}
+_OPTIONS = {
+    "no loops in command buffers": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN"
+    },
+    "no command buffers": {"xla_gpu_enable_command_buffer": ""},
+    "not autotuned": {"xla_gpu_autotune_level": "0"},
+}
+"""Options of XLA beside those of `jaxpipe.gpu_flags`."""
+
 Row = dict[str, Any]
+Run = tuple[str, Callable[[], Row]]
+"""What is timed, and what times it."""
+
+
+class Stage(NamedTuple):
+    """One stage of a pipeline: stage ``number`` of ``stages``."""
+
+    schedule: str
+    stages: int
+    number: int
+    remat: str = "dots"
+    weights: str = "unrolled"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule}, stage {self.number} of {self.stages}, {self.weights}, {self.remat}"
+        )
 
 
 class Amounts(NamedTuple):
     """How much is run.
 
     Args:
-      config: the GPT of the steps.
+      config: the GPT of the plain steps; every stage has as many layers.
       rows: of a microbatch.
-      microbatches: of a step.
-      remats: policies of rematerialization.
-      schedules, weights: of the pipelines.
+      microbatches: of a plain step, and per stage of a pipeline.
+      stages: of pipelines.
       matmuls: shapes ``(m, k, n)``.
       groups: number of experts of the grouped matmul.
       copied: bytes of the array that is copied.
@@ -74,9 +102,7 @@ class Amounts(NamedTuple):
     config: gpt.GPTConfig
     rows: int
     microbatches: int
-    remats: tuple[str, ...]
-    schedules: tuple[str, ...]
-    weights: tuple[str, ...]
+    stages: tuple[Stage, ...]
     matmuls: tuple[tuple[int, int, int], ...]
     groups: int
     copied: int
@@ -86,22 +112,30 @@ class Amounts(NamedTuple):
 
 LARGE = Amounts(
     gpt.GPTConfig(
-        vocab_size=32768, sequence_length=2048, num_layers=8, width=2048, num_heads=16,
+        vocab_size=32768, sequence_length=2048, num_layers=4, width=2048, num_heads=16,
         dtype="bfloat16",
     ),
-    rows=2, microbatches=8, remats=("none", "dots", "full"),
-    schedules=("1f1b-fused", "1f1b"), weights=("unrolled", "stacked"),
+    rows=2, microbatches=4,
+    stages=(
+        Stage("1f1b-fused", 8, 4), Stage("zb-v", 8, 4), Stage("1f1b-fused", 1, 0),
+        Stage("1f1b", 8, 4), Stage("dualpipe-v", 8, 4), Stage("breadth-first", 8, 4),
+        Stage("1f1b-fused", 8, 0), Stage("1f1b-fused", 8, 7), Stage("zb-v", 8, 0),
+        Stage("zb-v", 8, 7), Stage("dualpipe-v-published", 8, 4),
+        Stage("1f1b-fused", 8, 4, "dots", "stacked"), Stage("1f1b-fused", 8, 4, "none"),
+        Stage("1f1b-fused", 4, 2), Stage("zb-v", 4, 2), Stage("1f1b", 1, 0),
+        Stage("1f1b-fused", 8, 4, "full"),
+    ),
     matmuls=(
         (4096, 2048, 2048), (4096, 2048, 8192), (8192, 8192, 8192), (8192, 8192, 28672),
         (1024, 1024, 1024),
     ),
-    groups=8, copied=2**30, repeats=20, steps=5,
+    groups=8, copied=2**30, repeats=20, steps=3,
 )  # fmt: skip
 SMALL = Amounts(
     gpt.GPTConfig(
         vocab_size=64, sequence_length=16, num_layers=2, width=32, num_heads=2, dtype="bfloat16"
     ),
-    rows=1, microbatches=2, remats=("dots",), schedules=("1f1b",), weights=("unrolled",),
+    rows=1, microbatches=2, stages=(Stage("1f1b-fused", 4, 1), Stage("zb-v", 2, 1)),
     matmuls=((32, 32, 32),), groups=2, copied=2**12, repeats=1, steps=1,
 )  # fmt: skip
 
@@ -122,16 +156,22 @@ def seconds(run: Callable[..., Any], *args: Any, repeats: int) -> float:
 # Rates.
 
 
-def rates(amounts: Amounts, device: Device) -> Iterator[Row]:
-    """Times programs of one kernel each; attained FLOPs or bytes per second beside the assumed."""
+def rates(amounts: Amounts, device: Device) -> Iterator[Run]:
+    """Programs of one kernel each; attained FLOPs or bytes per second beside the assumed."""
     flops = device.flops * device.efficiency.flops
     bandwidth = device.bandwidth * device.efficiency.memory
 
-    def row(name: str, work: float, assumed: float, run: Any, *args: Any) -> Row:
-        taken = seconds(jax.jit(run), *args, repeats=amounts.repeats)
-        attained = work / taken
-        return {"program": name, "ms": taken * 1e3, "T/s": attained / 1e12,
-                "of the assumed": attained / assumed}  # fmt: skip
+    def row(name: str, work: float, assumed: float, run: Any, *args: Any) -> Run:
+        def measure() -> Row:
+            taken = seconds(jax.jit(run), *args, repeats=amounts.repeats)
+            attained = work / taken
+            return {
+                "ms": taken * 1e3,
+                "T/s": attained / 1e12,
+                "of the assumed": attained / assumed,
+            }
+
+        return name, measure
 
     def random(*shape: int, dtype: Any = _BF16) -> jax.Array:
         return jax.random.normal(jax.random.key(len(shape)), shape).astype(dtype)
@@ -174,88 +214,70 @@ def rates(amounts: Amounts, device: Device) -> Iterator[Row]:
 # Steps.
 
 
-def timed(amounts: Amounts, name: str, program: jax.stages.Compiled, *args: Any, **kw: Any) -> Row:
+def timed(amounts: Amounts, program: jax.stages.Compiled, *args: Any, **kw: Any) -> Row:
     """Times a compiled step, and says how much memory it takes beside its arguments."""
-    harness.note(name)
     taken = seconds(functools.partial(program, **kw), *args, repeats=amounts.steps)
-    tokens = amounts.microbatches * amounts.rows * amounts.config.sequence_length
-    gigabytes = bytes_beside_arguments(program) / 1e9
-    return {"step": name, "ms": taken * 1e3, "tokens/s": tokens / taken, "GB": gigabytes}
+    return {"ms": taken * 1e3, "GB": bytes_beside_arguments(program) / 1e9}
 
 
-def plain(amounts: Amounts, remat: str) -> Iterator[Row]:
-    """Times the two steps without a pipeline."""
+def plain(amounts: Amounts, remat: str) -> Row:
+    """Times the step without a pipeline; ms per layer and microbatch include embedding and head."""
     config, params = amounts.config, gpt.init(amounts.config, jax.random.key(0))
-    shape = amounts.microbatches, amounts.rows, config.sequence_length + 1
-    tokens = _tokens(amounts).reshape(shape)
-    for name in ("scan", "loop"):
-        stacked = name == "scan"
-        program = plain_step(config, remat, jax.devices()[0], shape, stacked=stacked)
-        if not stacked:
-            split = [jax.tree.map(lambda w, n=n: w[n], params["layers"])
-                     for n in range(config.num_layers)]  # fmt: skip
-            params = params | {"layers": split}
-        yield timed(amounts, f"plain {name}, {remat}", program, params, tokens)
+    tokens = _tokens(amounts, amounts.microbatches)
+    tokens = tokens.reshape(amounts.microbatches, amounts.rows, -1)
+    program = plain_step(config, remat, jax.devices()[0], tokens.shape)
+    row = timed(amounts, program, by_layer(params), tokens)
+    return row | {"ms per layer": row["ms"] / (config.num_layers * amounts.microbatches)}
 
 
-def pipeline(amounts: Amounts, schedule: str, weights: str, remat: str) -> jaxpipe.Pipeline:
-    """Makes a pipeline of one stage."""
-    return jaxpipe.Pipeline(
-        gpt.model(amounts.config),
-        jax.eval_shape(lambda: gpt.init(amounts.config, jax.random.key(0))),
-        schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=1, devices=jax.devices()[:1]),
-        microbatches=amounts.microbatches,
-        remat=remat,
-        weights=weights,
+def staged(amounts: Amounts, stage: Stage, **xla: str) -> Row:
+    """Times one stage's step, compiled with these options of XLA, and models it for an H100."""
+    microbatches = amounts.microbatches * stage.stages
+    schedule = jaxpipe.schedules.build(
+        stage.schedule, stages=stage.stages, microbatches=microbatches
+    )
+    depth = amounts.config.num_layers
+    pipe = stage_of_pipeline(
+        dataclasses.replace(amounts.config, num_layers=depth * stage.stages),
+        schedule,
+        stage.number,
+        device=jax.devices()[0],
+        remat=stage.remat,
+        weights=stage.weights,
         compute_dtype="bfloat16",
     )
-
-
-def pipelined(amounts: Amounts, name: str, pipe: jaxpipe.Pipeline, **xla: str) -> Row:
-    """Times a pipeline's step, compiled with these options of XLA, and models it for an H100."""
-    batch, params = {"tokens": _tokens(amounts)}, gpt.init(amounts.config, jax.random.key(0))
+    batch = {"tokens": _tokens(amounts, microbatches)}
     program = compiled(pipe, batch, options=xla or None)
-    row = timed(amounts, name, program, pipe.place(params), batch, None, states=None)
+    params = pipe.place(gpt.init(amounts.config, jax.random.key(0)))
+    row = timed(amounts, program, params, batch, None, states=None)
+    row["ms per layer"] = row["ms"] / (depth * microbatches)
     if _on_gpu():
-        step = modelled(pipe, HloProgram(program.as_text()), amounts.config)
-        row["modelled ms"] = step.seconds * 1e3
+        row["modelled ms"] = modelled(pipe, program, amounts.config).seconds * 1e3
     return row
 
 
-def steps(amounts: Amounts) -> Iterator[Row]:
-    """Times all steps; "of plain" is the time by that of the faster plain step with that policy."""
-    for remat in amounts.remats:
-        found = list(plain(amounts, remat))
-        best = min(row["ms"] for row in found)
-        for schedule, weights in itertools.product(amounts.schedules, amounts.weights):
-            pipe = pipeline(amounts, schedule, weights, remat)
-            row = pipelined(amounts, f"{schedule}, {weights}, {remat}", pipe)
-            predicted = predicted_bytes(pipe, {"tokens": _tokens(amounts)})
-            row |= {
-                "predicted GB": sum(predicted.values()) / 1e9,
-                "options": (schedule, weights, remat),
-            }
-            found.append(row)
-        yield from (row | {"of plain": row["ms"] / best} for row in found)
+def steps(amounts: Amounts) -> Iterator[Run]:
+    """All steps, plain ones first."""
+    for remat in REMAT_POLICIES:
+        yield f"plain, {remat}", functools.partial(plain, amounts, remat)
+    for stage in amounts.stages:
+        yield str(stage), functools.partial(staged, amounts, stage)
 
 
-def autotuning(amounts: Amounts, fastest: tuple[str, str, str]) -> Iterator[Row]:
-    """Times the fastest pipeline with XLA's autotuning and without it."""
-    name = ", ".join(fastest)
-    yield pipelined(amounts, f"{name}, autotuned", pipeline(amounts, *fastest))
-    # CPUs have no such option.
-    without = _NO_AUTOTUNING if _on_gpu() else {}
-    yield pipelined(amounts, f"{name}, not autotuned", pipeline(amounts, *fastest), **without)
+def options(amounts: Amounts) -> Iterator[Run]:
+    """The first two stages with other options of XLA."""
+    for stage, (name, xla) in itertools.product(amounts.stages[:2], _OPTIONS.items()):
+        own = xla if _on_gpu() else {}  # CPUs have no such options
+        yield f"{stage}, {name}", functools.partial(staged, amounts, stage, **own)
 
 
 def _on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _tokens(amounts: Amounts) -> jax.Array:
+def _tokens(amounts: Amounts, microbatches: int) -> jax.Array:
     config = amounts.config
-    shape = amounts.rows * amounts.microbatches, config.sequence_length + 1
+    shape = amounts.rows * microbatches, config.sequence_length + 1
     return jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size)
 
 
@@ -264,7 +286,7 @@ def attained(device: Device, found: list[Row]) -> Device:
     their figures."""
 
     def rate(program: str) -> float:
-        rates = [row["T/s"] for row in found if row["program"].startswith(program)]
+        rates = [row["T/s"] for row in found if row["name"].startswith(program)]
         return max(rates) * 1e12
 
     matmul = rate("matmul")
@@ -279,30 +301,58 @@ def attained(device: Device, found: list[Row]) -> Device:
     return dataclasses.replace(device, efficiency=efficiency, fp8=fp8, source=source)
 
 
-def main(amounts: Amounts, folder: Path = harness.RESULTS) -> dict[str, list[Row]]:
-    """Runs everything, prints it and writes it to the folder; returns the tables by name."""
+def main(
+    amounts: Amounts, folder: Path = harness.RESULTS, minutes: float = math.inf
+) -> dict[str, list[Row]]:
+    """Runs what the minutes suffice for, prints it and writes it to the folder; returns the tables
+    by name."""
+    end, complete = time.monotonic() + 60 * minutes, True
     kind = jax.devices()[0].device_kind
-    device, console = known(kind) or DEVICES["cpu"], Console(width=110)
+    device, console = known(kind) or DEVICES["cpu"], Console(width=130)
     console.print(f"{kind}, jax {jax.__version__}; assumed rates: those of {device.name}")
-    tables = {"rates": list(rates(amounts, device))}
-    _print(console, "Rates", tables["rates"])
-    tables["steps"] = list(steps(amounts))
-    _print(console, "Steps", tables["steps"])
-    piped = [row for row in tables["steps"] if "options" in row]
-    fastest = min(piped, key=lambda row: row["ms"])["options"]
-    tables["autotuning"] = list(autotuning(amounts, fastest))
-    _print(console, "Autotuning", tables["autotuning"])
     folder.mkdir(exist_ok=True)
-    contents = {"device": kind, "jax": jax.__version__, **tables}
-    (folder / "gpu_check.json").write_text(json.dumps(contents, indent=1) + "\n")
-    path = folder / "gpu_check_device.json"
-    path.write_text(json.dumps({"device": dataclasses.asdict(attained(device, tables["rates"]))}))
-    console.print(f"Written to {folder}. jaxpipe plan ... --device {path}")
+    tables: dict[str, list[Row]] = {}
+    contents = {"device": kind, "jax": jax.__version__, "tables": tables}
+    wanted = {"steps": steps(amounts), "options": options(amounts), "rates": rates(amounts, device)}
+    for title, runs in wanted.items():
+        tables[title] = []
+        for name, run in runs:
+            if time.monotonic() >= end:
+                complete = False
+                console.print(f"Left out after {minutes:g} minutes: {name}")
+                continue
+            harness.note(name)
+            try:
+                row = run()
+            except (
+                Exception
+            ) as error:  # of one program: the others may be all that there is time for
+                complete = False
+                console.print(f"{name}: {error}", markup=False)
+                continue
+            tables[title].append({"name": name} | row)
+            (folder / "gpu_check.json").write_text(json.dumps(contents, indent=1) + "\n")
+        _beside_plain(tables[title], tables["steps"])
+        _print(console, title, tables[title])
+    if complete:
+        path = folder / "gpu_check_device.json"
+        measured = dataclasses.asdict(attained(device, tables["rates"]))
+        path.write_text(json.dumps({"device": measured}))
+        console.print(f"jaxpipe plan ... --device {path}")
+    console.print(f"Written to {folder}")
     return tables
 
 
+def _beside_plain(rows: list[Row], found: list[Row]) -> None:
+    """Adds the time per layer by that of the best plain step."""
+    plain = [row["ms per layer"] for row in found if row["name"].startswith("plain")]
+    for row in rows if plain else ():
+        if "ms per layer" in row:
+            row["of plain"] = row["ms per layer"] / min(plain)
+
+
 def _print(console: Console, title: str, rows: list[Row]) -> None:
-    columns = [name for name in max(rows, key=len) if name != "options"]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*columns, title=title)
     for row in rows:
         values = (row.get(name, "") for name in columns)
@@ -311,4 +361,9 @@ def _print(console: Console, title: str, rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    main(LARGE if _on_gpu() else SMALL)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=math.inf, help="to begin new rows in")
+    parser.add_argument("--small", action="store_true", help="small shapes, as without a GPU")
+    chosen = parser.parse_args()
+    small = chosen.small or not _on_gpu()
+    main(SMALL if small else LARGE, minutes=chosen.minutes)

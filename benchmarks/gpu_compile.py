@@ -69,6 +69,7 @@ from jaxpipe.runtime.measure import (
     compiled,
     predicted_bytes,
 )
+from jaxpipe.schedule.partition import partition
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
@@ -84,8 +85,8 @@ CONFIG = gpt.GPTConfig(
 class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
     layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
-    stage, where the vocabulary lies (split over all stages, or at the ends of the pipeline), and
-    whether matmuls of weights run in 8-bit floats."""
+    stage, where the vocabulary lies (split over all stages, or at the ends of the pipeline),
+    whether matmuls of weights run in 8-bit floats, and data shards."""
 
     hosts: int
     schedule: str
@@ -97,10 +98,11 @@ class Case:
     chunks: int | None = None
     vocabulary: str = "split"
     fp8: bool = False
+    data: int = DATA
 
     @property
     def stages(self) -> int:
-        return 8 * self.hosts // DATA
+        return 8 * self.hosts // self.data
 
     def __str__(self) -> str:
         name = self.schedule
@@ -269,19 +271,29 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     )
     num_layers = case.layers * schedule.placement.num_virtual_stages
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    ends = case.vocabulary == "ends"
     devices = h100s(case.hosts * GPUS_PER_HOST)
     return jaxpipe.Pipeline(
-        gpt.model(config, vocabulary_axis="stage" if case.vocabulary == "split" else None),
+        gpt.model(config, vocabulary_axis=None if ends else "stage"),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
-        mesh=jaxpipe.make_mesh(stage=case.stages, data=DATA, devices=devices),
+        mesh=jaxpipe.make_mesh(stage=case.stages, data=case.data, devices=devices),
         remat=case.remat,
         zero=case.zero,
         weights=case.weights,
         weight_slots=2,  # the trainer's default on GPUs
         compute_dtype=case.compute_dtype,
         fp8="*kernel" if case.fp8 else (),
+        layer_counts=partition(_loads(config), schedule.placement) if ends else None,
     )
+
+
+def _loads(config: gpt.GPTConfig) -> list[float]:
+    """FLOPs of every layer, with those of the head, as the trainer's partition counts them."""
+    one_more = dataclasses.replace(config, num_layers=config.num_layers + 1)
+    layer = gpt.flops_per_token(one_more) - gpt.flops_per_token(config)
+    *others, last = [float(layer)] * config.num_layers
+    return [*others, last + gpt.flops_per_token(config) - config.num_layers * layer]
 
 
 @attention_of_gpus()

@@ -3,14 +3,15 @@
 Compiles the GPT of `benchmarks/gpu_compile.py` (width 2048, 3072 tokens per microbatch, bfloat16,
 cuDNN's attention) for H100s that need not exist, costs every kernel and transfer as
 `benchmarks/roofline.py` says, and adds them up with the trips that the tick table gives. Beside it
-stand two plain jitted steps of one GPU (`benchmarks/plain_steps.py`) and a step with data shards
-alone, of the same model. "plain scan" scans over stacked float32 weights, which layers cast;
-"plain loop" is a Python loop over layers with arrays of their own, cast once per step. Ratios are
-to the faster one.
+stand steps as a careful user writes them in plain JAX (`benchmarks/plain_steps.py`), on one GPU and
+with data shards alone (FSDP). Ratios are to the fastest of them with any policy of
+rematerialization; FSDP's step has to fit into 80 GB.
 
-The exit status is 1 if a figure is worse than its limit in `LIMITS`.
+The cases with 8 stages are one model and batch under many schedules: the table of schedules in
+docs/benchmarks.md. The exit status is 1 if a figure is worse than its limit in `LIMITS`.
 
     make gpu-roofline [ARGS='--cases "1f1b, unrolled"']
+    make gpu-roofline ARGS='--cases "8 stages"'
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -36,26 +37,33 @@ from benchmarks import gpu_compile
 from benchmarks.gpu_compile import Case
 from benchmarks.kernels import Use
 from benchmarks.modelled_steps import (
+    Rival,
     Step,
     batch_rows,
     pipeline_step,
     plain_layer,
-    plain_layer_of_arrays,
     sharded_step,
 )
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Spent, total
 from jaxpipe.planning.without_devices import attention_of_gpus, use_gpu_flags
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.simulate import Costs
 
 RESULTS = Path(__file__).parent / "results" / "gpu_roofline.json"
-WIDTH = 170
+WIDTH = 190
 _ROUNDING = 1e-6
+MOVED = Use.OTHER, Use.WEIGHTS, Use.WRITES, Use.READS
 COLUMNS = {
     Use.MATMUL: "matmul",
     Use.ATTENTION: "attn",
     Use.OTHER: "other",
     Use.SUMS: "sums",
-    Use.VALUES: "values",
+    Use.COPIES: "copies",
     Use.WEIGHTS: "weights",
+    Use.WRITES: "writes",
+    Use.READS: "reads",
     Use.LAUNCHES: "launch",
 }
 
@@ -64,7 +72,7 @@ class Limits(NamedTuple):
     """What a case may not exceed.
 
     Args:
-      layer: time of one layer and microbatch, of the faster plain step's.
+      layer: time of one layer and microbatch, of the best plain step's.
       weights_mb: copies and casts of weights and gradient sums, per layer and microbatch.
       exposed: share of a step in which a stage waits for a transfer.
     """
@@ -74,80 +82,49 @@ class Limits(NamedTuple):
     exposed: float
 
 
-# What is found today, rounded up.
-LIMITS = {
-    "1x8 1f1b-fused, unrolled": Limits(1.32, 0, 0.033),
-    "1x8 1f1b-fused, stacked": Limits(1.55, 405, 0.024),
-    "1x8 1f1b, unrolled": Limits(1.45, 0, 0.026),
-    "1x8 1f1b, stacked": Limits(1.69, 405, 0.021),
-    "1x8 1f1b-fused, unrolled, dots": Limits(1.03, 0, 0.035),
-    "1x8 1f1b-fused, stacked, dots": Limits(1.25, 405, 0.026),
-    "1x8 1f1b, unrolled, dots": Limits(1.2, 0, 0.026),
-    "1x8 1f1b, stacked, dots": Limits(1.42, 405, 0.021),
-    "1x8 1f1b-fused, unrolled, full": Limits(0.96, 0, 0.029),
-    "1x8 1f1b-fused, stacked, full": Limits(1.13, 405, 0.022),
-    "1x8 1f1b, unrolled, full": Limits(1.1, 0, 0.02),
-    "1x8 1f1b, stacked, full": Limits(1.27, 405, 0.016),
-    "1x8 gpipe, ZeRO-2, unrolled": Limits(1.46, 0, 0.023),
-    "1x8 1f1b, ZeRO-2, unrolled": Limits(1.45, 0, 0.02),
-    "1x8 gpipe, ZeRO-3, unrolled": Limits(1.46, 0, 0.025),
-    "1x8 1f1b, ZeRO-3, unrolled": Limits(1.45, 0, 0.022),
-    "1x8 breadth-first, ZeRO-2, unrolled": Limits(1.46, 0, 0.019),
-    "1x8 zb-v, ZeRO-2, unrolled": Limits(1.46, 0, 0.038),
-    "1x8 breadth-first, ZeRO-3, unrolled": Limits(1.46, 0, 0.021),
-    "1x8 zb-v, ZeRO-3, unrolled": Limits(1.46, 0, 0.04),
-    "2x8 breadth-first, ZeRO-2, unrolled": Limits(1.68, 0, 0.05),
-    "2x8 1f1b, ZeRO-2, unrolled": Limits(1.46, 0, 0.046),
-    "2x8 zb-v, ZeRO-2, unrolled": Limits(1.46, 0, 0.083),
-    "2x8 breadth-first, ZeRO-3, unrolled": Limits(1.8, 0, 0.047),
-    "2x8 1f1b, ZeRO-3, unrolled": Limits(1.46, 0, 0.047),
-    "2x8 zb-v, ZeRO-3, unrolled": Limits(1.46, 0, 0.083),
-    "1x8 1f1b-fused, ZeRO-2, unrolled, dots": Limits(1.03, 0, 0.028),
-    "1x8 1f1b, ZeRO-2, unrolled, dots": Limits(1.2, 0, 0.02),
-    "1x8 zb-v, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.46, 0, 0.038),
-    "1x8 1f1b, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.45, 0, 0.013),
-    "1x8 breadth-first, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.46, 0, 0.016),
-    "2x8 zb-v, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.46, 0, 0.075),
-    "2x8 1f1b, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.46, 0, 0.026),
-    "2x8 breadth-first, ZeRO-3, unrolled, vocabulary at the ends": Limits(1.8, 0, 0.033),
-    "1x8 1f1b-fused, unrolled, dots, vocabulary at the ends": Limits(1.03, 0, 0.027),
-}
+LIMITS: dict[str, Limits] = {}
+"""What is found today, rounded up."""
 
 
 def cases() -> list[Case]:
     """The cases of the report."""
     case = dataclasses.replace(
-        Case(1, "1f1b"), weights="unrolled", compute_dtype="bfloat16", remat="none"
+        Case(1, "1f1b"), weights="unrolled", compute_dtype="bfloat16", remat="dots"
     )
     change = dataclasses.replace
-    plain = [
+    layers = [
         change(case, schedule=name, weights=weights, remat=remat)
-        for remat in ("none", "dots", "full")
-        for name in ("1f1b-fused", "1f1b")
-        for weights in ("unrolled", "stacked")
-    ]
-    sharded = [
-        change(case, hosts=hosts, schedule=name, zero=zero)
-        for hosts in (1, 2)
-        for zero in (2, 3)
-        for name in ("gpipe", "breadth-first", "1f1b", "zb-v")
-    ]
-    recomputing = [
-        change(case, schedule=name, zero=2, remat="dots") for name in ("1f1b-fused", "1f1b")
-    ]
-    at_ends = [change(case, schedule="1f1b-fused", remat="dots", vocabulary="ends")] + [
+        for name, weights, remat in (
+            ("1f1b-fused", "unrolled", "none"), ("1f1b-fused", "unrolled", "dots"),
+            ("1f1b-fused", "unrolled", "full"), ("1f1b-fused", "stacked", "dots"),
+            ("1f1b", "unrolled", "none"), ("1f1b", "unrolled", "dots"),
+            ("1f1b", "unrolled", "full"), ("1f1b", "stacked", "dots"),
+        )
+    ]  # fmt: skip
+    steps = [change(case, schedule="1f1b-fused", vocabulary="ends")] + [
         change(case, hosts=hosts, schedule=name, zero=3, vocabulary="ends")
         for hosts in (1, 2)
-        for name in ("breadth-first", "1f1b", "zb-v")
+        for name in ("1f1b-fused", "breadth-first", "zb-v", "dualpipe-v")
     ]
-    return plain + sharded + recomputing + at_ends
+    # One model of 32 layers under schedules with 1, 2 and 4 chunks per stage.
+    schedules = [
+        change(case, schedule=name, data=1, layers=4 // chunks, vocabulary="ends")
+        for chunks, names in (
+            (1, ("gpipe-fused", "1f1b-fused", "1f1b", "zb-h1", "zb-h2")),
+            (2, ("interleaved-fused", "1f1b-v", "dualpipe-v", "zb-v", "v-half")),
+            (4, ("breadth-first-fused",)),
+        )
+        for name in names
+    ]
+    return layers + steps + schedules
 
 
 def label(case: Case) -> str:
     zero = f", ZeRO-{case.zero}" if case.zero else ""
     remat = f", {case.remat}" if case.remat != "none" else ""
     ends = "" if case.vocabulary == "split" else f", vocabulary at the {case.vocabulary}"
-    return f"{case.hosts}x8 {case.schedule}{zero}, {case.weights}{remat}{ends}"
+    gpus = f"{case.hosts}x8" if case.data > 1 else f"{case.stages} stages"
+    return f"{gpus} {case.schedule}{zero}, {case.weights}{remat}{ends}"
 
 
 def table_of(title: str, *columns: str) -> Table:
@@ -176,23 +153,35 @@ def layer_row(name: str, passes: dict[str, Spent], of: float) -> list[str]:
     ]
     parts = [whole[use] for use in COLUMNS]
     shown = [*times, total(whole), *parts]
-    row = [name, *("" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in shown)]
-    return [*row[:5], f"{total(whole) / of:.2f}", *row[5:], f"{weights_mb(passes):.0f}"]
+    row = [name, *("" if seconds is None else f"{seconds * 1e3:.3f}" for seconds in shown)]
+    moved = (megabytes(passes, use) for use in MOVED)
+    kernels = whole[Use.LAUNCHES] / LAUNCH.value
+    return [*row[:5], f"{total(whole) / of:.3f}", *row[5:], f"{kernels:.0f}",
+            *(f"{size:.0f}" for size in moved)]  # fmt: skip
 
 
-def weights_mb(passes: dict[str, Spent]) -> float:
-    """MB of copies and casts of weights and gradient sums."""
-    seconds = sum(spent[Use.WEIGHTS] for spent in passes.values())
-    return seconds * PEAKS["memory"].value / 1e6
+def megabytes(passes: dict[str, Spent], use: Use) -> float:
+    """MB that kernels for one use read and write, if their bytes are what takes the time."""
+    return sum(spent[use] for spent in passes.values()) * PEAKS["memory"].value / 1e6
 
 
-def step_row(name: str, step: Step, ideal: float, fsdp: float) -> list[str]:
+def step_row(name: str, step: Step, ideal: float, fsdp: Rival, bubble: float) -> list[str]:
     exposed, waits = step.spent[Use.TRANSFERS], step.spent[Use.WAITS]
     shares = (step.seconds - total(step.spent), exposed, waits, step.spent[Use.LAUNCHES])
     return [
         name, f"{step.seconds * 1e3:.0f}", f"{ideal / step.seconds:.2f}",
-        f"{step.seconds / fsdp:.2f}", *(f"{one / step.seconds:.1%}" for one in shares),
+        f"{step.seconds / total(fsdp.spent):.2f}", f"{bubble:.3f}",
+        f"{total(sum(step.passes.values(), Counter())) * 1e3:.3f}",
+        f"{step.bytes / 1e9:.1f}", f"{fsdp.bytes / 1e9:.1f}",
+        *(f"{one / step.seconds:.1%}" for one in shares),
     ]  # fmt: skip
+
+
+def bubble_of(schedule: Schedule, passes: dict[str, Spent]) -> float:
+    """The schedule's bubble ratio on the device clock, if its layers cost what they do here."""
+    f, *backward = (total(passes[kind]) for kind in ("F", "B", "BW", "W") if kind in passes)
+    b, w = backward if len(backward) == 2 else (backward[0] / 2, backward[0] / 2)
+    return device_clock(schedule, Costs(f, b, w)).bubble_ratio
 
 
 def exceeded(name: str, found: Limits) -> list[str]:
@@ -215,43 +204,44 @@ def main() -> None:
     console = Console(width=WIDTH)
     console.print(peaks_table())
     layers = table_of(
-        "ms per layer and microbatch; MB of copies and casts of weights and gradient sums",
-        *("layer", "F", "B", "W", "all", "of plain", *COLUMNS.values(), "MB"),
+        "ms per layer and microbatch; kernels; MB of other compute, weights, writes and reads",
+        *("layer", "F", "B", "W", "all", "of plain", *COLUMNS.values()),
+        *("kernels", "other", "weights", "writes", "reads"),
     )
     steps = table_of(
-        "step, and the shares of it in which a stage waits or launches",
-        *("step", "ms", "ideal", "of FSDP", "other stages", "exposed", "host", "launch"),
+        "steps by time, FSDP's memory, and the shares in which a stage waits or launches",
+        *("step", "ms", "ideal", "of FSDP", "bubble", "layer", "GB", "FSDP", "other stages"),
+        *("exposed", "host", "launch"),
     )
-    results, worse = {}, []
+    plain = {f"plain loop, {remat}": plain_layer(remat) for remat in REMAT_POLICIES}
+    of = min(map(total, plain.values()))
+    results: dict[str, Any] = {name: total(spent) for name, spent in plain.items()}
+    for name, spent in plain.items():
+        layers.add_row(*layer_row(name, {"all": spent}, of))
+    worse, rows = [], []
     for case in cases():
         name = label(case)
         if not any(part in name for part in options.cases):
             continue
         with console.status(f"compiling {name}"):
             pipe = gpu_compile.pipeline(case)
-            plain = {
-                f"plain scan, {case.remat}": plain_layer(case.layers, case.remat),
-                f"plain loop, {case.remat}": {
-                    "all": plain_layer_of_arrays(case.layers, case.remat)
-                },
-            }
             num_layers = sum(pipe.table.layer_counts)
-            fsdp = sharded_step(case.hosts, num_layers, batch_rows(pipe), case.remat)
+            fsdp = sharded_step(case.hosts, num_layers, batch_rows(pipe))
             step = pipeline_step(pipe, batch_rows(pipe))
-        seconds = {one: total(sum(passes.values(), Counter())) for one, passes in plain.items()}
-        of = min(seconds.values())
         ideal = of * num_layers / case.stages * pipe.schedule.num_microbatches
-        if not seconds.keys() & results.keys():
-            results |= seconds
-            for one, passes in plain.items():
-                layers.add_row(*layer_row(one, passes, of))
         layers.add_row(*layer_row(name, step.passes, of))
-        steps.add_row(*step_row(name, step, ideal, total(fsdp)))
+        row = step_row(name, step, ideal, fsdp, bubble_of(pipe.schedule, step.passes))
+        rows.append((case.data == 1, step.seconds, row))
         layer = total(sum(step.passes.values(), Counter())) / of
         exposed = step.spent[Use.TRANSFERS] / step.seconds
-        found = Limits(layer, weights_mb(step.passes), exposed)
+        found = Limits(layer, megabytes(step.passes, Use.WEIGHTS), exposed)
         worse += exceeded(name, found)
-        results[name] = found._asdict() | {"seconds": step.seconds, "fsdp": total(fsdp)}
+        results[name] = found._asdict() | {
+            "seconds": step.seconds, "bytes": step.bytes,
+            "fsdp seconds": total(fsdp.spent), "fsdp bytes": fsdp.bytes,
+        }  # fmt: skip
+    for _, _, row in sorted(rows):
+        steps.add_row(*row)
     console.print(layers)
     console.print(steps)
     RESULTS.parent.mkdir(exist_ok=True)

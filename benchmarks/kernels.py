@@ -26,7 +26,9 @@ class Use(enum.Enum):
     OTHER = "other compute"
     SUMS = "gradient sums"
     WEIGHTS = "copies and casts of weights and gradient sums"
-    VALUES = "copies of activations and residuals"
+    WRITES = "writes of activations and residuals into slots"
+    READS = "reads of them from slots"
+    COPIES = "other copies of them"
     TRANSFERS = "exposed transfers"
     LAUNCHES = "launches"
     WAITS = "host waits"
@@ -134,7 +136,12 @@ def _use(
     )
     if computes:
         return Use.SUMS if of_weights else Use.OTHER
-    return Use.WEIGHTS if of_weights else Use.VALUES
+    if of_weights:
+        return Use.WEIGHTS
+    opcodes = {one.opcode for one in inside or [row]}
+    if "dynamic-update-slice" in opcodes:
+        return Use.WRITES
+    return Use.READS if "dynamic-slice" in opcodes else Use.COPIES
 
 
 def _is_array(row: Instruction) -> bool:

@@ -1,8 +1,9 @@
 """Training steps of the GPT on H100s, modelled at the roofline from their compiled programs.
 
-`pipeline_step` takes the trips of a tick's loops from the tick table, `plain_layer` and
-`sharded_seconds` are what to compare with: a plain jitted step of one GPU, and a step of as many
-GPUs with data shards alone. `jax.named_scope` in `jaxpipe.runtime.tick` names the loops.
+`pipeline_step` takes the trips of a tick's loops from the tick table. `plain_layer` and
+`sharded_step` are what to compare with: steps of one GPU, and of as many GPUs with data shards
+alone, with any policy of rematerialization. `jax.named_scope` in `jaxpipe.runtime.tick` names the
+loops.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,17 @@ from benchmarks.gpu_compile import CONFIG, DATA, ROWS
 from benchmarks.hlo import PASSES, HloProgram, Instruction, scope_of
 from benchmarks.kernels import Use
 from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
-from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s
+from jaxpipe.planning.devices import DEVICES
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, device_bytes, h100s
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
 from jaxpipe.runtime.measure import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers
 from models import gpt
+
+_DEPTHS = 2, 4
+"""Numbers of layers that are compiled of a step without a pipeline."""
 
 
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:
@@ -41,52 +48,64 @@ def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[
 # Steps without a pipeline.
 
 
-@functools.cache
-def plain_layer(num_layers: int, remat: str) -> dict[str, Spent]:
-    """One layer and microbatch of a plain step that scans over stacked weights: its loops, and its
-    gradient's sum."""
-    config = dataclasses.replace(CONFIG, num_layers=num_layers)
-    tokens = (16, ROWS, CONFIG.sequence_length + 1)  # the microbatches are a loop
-    step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens, stacked=True)
-    program = HloProgram(step.as_text())
-    roofline = Roofline(program, weight_shapes(num_layers))
-    (loop,) = program.loops(program.entry)
-    body = loop.calls["body"]
-    loops = [row for row in program.loops(body) if known_trips(row) == num_layers]
-    forward, backward = (roofline.body(row.calls["body"]) for row in loops)
-    # What else the program does with layers outside their loops, it could do without: it clears
-    # the stacks of residuals and of gradients for every microbatch.
-    sums = roofline.run(body, lambda row: 0)[Use.SUMS] / num_layers
-    return {"F": forward, "BW": backward + Counter({Use.SUMS: sums})}
+class Rival(NamedTuple):
+    """A step without a pipeline.
+
+    Args:
+      spent: its time.
+      bytes: memory of a device, arguments included.
+    """
+
+    spent: Spent
+    bytes: float
 
 
 @functools.cache
-def plain_layer_of_arrays(num_layers: int, remat: str) -> Spent:
-    """One layer and microbatch of a plain step whose layers are a Python loop over arrays of their
-    own: what a microbatch takes more with twice the layers."""
+def plain_layer(remat: str) -> Spent:
+    """One layer and microbatch of the step of one GPU: what a microbatch takes more with it."""
 
-    def microbatch(layers: int) -> Spent:
-        config = dataclasses.replace(CONFIG, num_layers=layers)
+    def microbatch(num_layers: int) -> Spent:
+        config = dataclasses.replace(CONFIG, num_layers=num_layers)
         tokens = (16, ROWS, CONFIG.sequence_length + 1)
-        step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens, stacked=False)
-        roofline = Roofline(HloProgram(step.as_text()), weight_shapes(layers))
+        step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens)
+        roofline = Roofline(HloProgram(step.as_text()), weight_shapes(num_layers))
         (loop,) = roofline.program.loops(roofline.program.entry)
         return roofline.body(loop.calls["body"])
 
-    more = microbatch(2 * num_layers)
-    more.subtract(microbatch(num_layers))
-    return scaled(more, 1 / num_layers)
+    few, many = _DEPTHS
+    return _mixed(microbatch(few), -1 / (many - few), microbatch(many), 1 / (many - few))
+
+
+def sharded_step(hosts: int, num_layers: int, rows: int) -> Rival:
+    """The step of data shards alone for a batch of so many rows, with the fastest policy of those
+    that fit into a GPU's memory."""
+    found = [_sharded_step(hosts, num_layers, rows, remat) for remat in REMAT_POLICIES]
+    fitting = [one for one in found if one.bytes <= DEVICES["h100"].memory_bytes]
+    return min(fitting or found, key=lambda one: total(one.spent))
 
 
 @functools.cache
-def sharded_step(hosts: int, num_layers: int, rows: int, remat: str) -> Spent:
-    """The step of data shards alone, for a batch of so many rows."""
+def _sharded_step(hosts: int, num_layers: int, rows: int, remat: str) -> Rival:
+    """Every layer takes the same time and memory: few are compiled."""
     gpus = GPUS_PER_HOST * hosts
-    config = dataclasses.replace(CONFIG, num_layers=num_layers)
-    tokens = (rows // ROWS // gpus, ROWS * gpus, CONFIG.sequence_length + 1)
-    step = plain_steps.sharded_step(config, remat, h100s(hosts * GPUS_PER_HOST), tokens)
-    roofline = Roofline(HloProgram(step.as_text()), weight_shapes(num_layers))
-    return roofline.body(roofline.program.entry)
+
+    def compiled_step(layers: int) -> Rival:
+        config = dataclasses.replace(CONFIG, num_layers=layers)
+        tokens = (rows // ROWS // gpus, ROWS * gpus, CONFIG.sequence_length + 1)
+        step = plain_steps.sharded_step(config, remat, h100s(gpus), tokens)
+        roofline = Roofline(HloProgram(step.as_text()), weight_shapes(layers))
+        return Rival(roofline.body(roofline.program.entry), device_bytes(step))
+
+    few, many = map(compiled_step, _DEPTHS)
+    share = (num_layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
+    return Rival(
+        _mixed(few.spent, 1 - share, many.spent, share),
+        (1 - share) * few.bytes + share * many.bytes,
+    )
+
+
+def _mixed(one: Spent, share: float, other: Spent, share_of_other: float) -> Spent:
+    return Counter({use: share * one[use] + share_of_other * other[use] for use in Use})
 
 
 # A pipeline's step.
@@ -100,26 +119,29 @@ class Step:
       passes: one layer and microbatch, by kind of action.
       seconds: how long it takes if stages wait for each other as on GPUs.
       spent: what a stage spends, the mean over stages; the rest of ``seconds`` it waits for others.
+      bytes: memory of a device, arguments included.
     """
 
     passes: dict[str, Spent]
     seconds: float
     spent: Spent
+    bytes: float
 
 
 def batch_rows(pipe: jaxpipe.Pipeline) -> int:
-    return ROWS * DATA * pipe.schedule.num_microbatches
+    return ROWS * pipe.axes.num_shards(pipe.mesh) * pipe.schedule.num_microbatches
 
 
 def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CONFIG) -> Step:
     """Compiles a pipeline of a GPT for a batch of so many rows, and models it."""
     shape = rows, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
-    return modelled(pipe, HloProgram(compiled(pipe, batch).as_text()), config)
+    return modelled(pipe, compiled(pipe, batch), config)
 
 
-def modelled(pipe: jaxpipe.Pipeline, program: HloProgram, config: gpt.GPTConfig) -> Step:
-    """Models a step of a pipeline of a GPT from its compiled program."""
+def modelled(pipe: jaxpipe.Pipeline, step: jax.stages.Compiled, config: gpt.GPTConfig) -> Step:
+    """Models the compiled step of a pipeline of a GPT."""
+    program = HloProgram(step.as_text())
     shapes = weight_shapes(pipe.table.layers_per_chunk, config)
     rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
     roofline, bodies = rooflines[0], program.tick_bodies()
@@ -144,6 +166,7 @@ def modelled(pipe: jaxpipe.Pipeline, program: HloProgram, config: gpt.GPTConfig)
         layer_passes(roofline),
         float(replay(table, work)[-1].max()) + total(outside),
         outside + scaled(inside, 1 / pipe.schedule.num_stages),
+        device_bytes(step),
     )
 
 

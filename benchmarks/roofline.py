@@ -36,6 +36,7 @@ class Peak:
 
 PEAKS = {
     "flops": Peak("bfloat16 matmuls", 800e12, "989 TFLOP/s dense (H100 SXM data sheet), 81% of it"),
+    "attention": Peak("attention", 480e12, "60% of what matmuls attain: assumed"),
     "memory": Peak("memory", 3.0e12, "3.35 TB/s HBM3 (H100 SXM data sheet), 90% of it"),
     "nvlink": Peak("NVLink, each way", 360e9, "450 GB/s each way (H100 data sheet), 80% of it"),
     "network": Peak("between hosts", 45e9, "one 400 Gb/s port per GPU (DGX H100), 90% of it"),
@@ -152,7 +153,8 @@ class Roofline:
     def _kernel(self, computation: str, row: Instruction) -> Spent:
         if row.name not in self._kernels:  # names are unique in a program
             one = kernel(self.program, computation, row, self.weights)
-            seconds = max(one.flops / PEAKS["flops"].value, one.bytes / PEAKS["memory"].value)
+            peak = PEAKS["attention" if one.use is Use.ATTENTION else "flops"].value
+            seconds = max(one.flops / peak, one.bytes / PEAKS["memory"].value)
             self._kernels[row.name] = Counter({one.use: seconds, Use.LAUNCHES: LAUNCH.value})
         return self._kernels[row.name]
 

@@ -162,7 +162,7 @@ def without_pipeline() -> dict:
     """Compiles the step of one chip for the layers of one stage."""
     tokens = MICROBATCHES, ROWS, CONFIG.sequence_length + 1
     result = _compiled(
-        "1 chip, no pipeline", lambda: plain_step(CONFIG, "dots", chips(1)[0], tokens, stacked=True)
+        "1 chip, no pipeline", lambda: plain_step(CONFIG, "dots", chips(1)[0], tokens)
     )
     return result | {"instructions": result.pop("text").count(" = ")}
 

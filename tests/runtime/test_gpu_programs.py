@@ -1,9 +1,10 @@
 """What benchmarks read from programs that are compiled for GPUs and TPUs."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps
+from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps, plain_steps
 from benchmarks.hlo import HloProgram, Scope, scope_of
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
@@ -39,6 +40,12 @@ PROGRAM = f"""HloModule step, is_scheduled=true
   %at = s32[] parameter(2)
   %flat = bf16[1,8192]{{1,0}} bitcast(%value)
   ROOT %stored = bf16[8,8192]{{1,0}} dynamic-update-slice(%slots, %flat, %at)
+}}
+
+%load (slots: bf16[8,8192], at: s32[]) -> bf16[1,8192] {{
+  %slots = bf16[8,8192]{{1,0}} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %loaded = bf16[1,8192]{{1,0}} dynamic-slice(%slots, %at), dynamic_slice_sizes={{1,8192}}
 }}
 
 %sum (old: f32[64,256], new: f32[64,256]) -> f32[64,256] {{
@@ -78,6 +85,7 @@ ENTRY %main (a: bf16[32,64], w: bf16[64,256], stack: f32[4,64,256]) -> f32[] {{
   %product = bf16[32,256]{{1,0}} fusion(%a, %w), kind=kCustom, calls=%multiply
   %weight = bf16[1,64,256]{{2,1,0}} fusion(%stack, %at), kind=kLoop, calls=%cut
   %saved = bf16[8,8192]{{1,0}} fusion(%slots, %product, %at), kind=kLoop, calls=%store
+  %read = bf16[1,8192]{{1,0}} fusion(%saved, %at), kind=kLoop, calls=%load
   %gradient = f32[64,256]{{1,0}} custom-call(%a)
   %summed = f32[64,256]{{1,0}} fusion(%gradient, %gradient), kind=kLoop, calls=%sum
   %message = bf16[8192]{{0}} bitcast(%product)
@@ -100,7 +108,8 @@ def kernel_named(name: str):
         # Of a stack it reads the part that it cuts out; the number of that part has 4 bytes.
         ("weight", Use.WEIGHTS, 0, 64 * 256 * (4 + 2) + 4),
         # In place: the slots are neither read nor written but where the value goes.
-        ("saved", Use.VALUES, 0, 2 * 2 * 32 * 256 + 4),
+        ("saved", Use.WRITES, 0, 2 * 2 * 32 * 256 + 4),
+        ("read", Use.READS, 0, 2 * 2 * 32 * 256 + 4),
         ("summed", Use.SUMS, 0, 3 * 4 * 64 * 256),
     ],
 )
@@ -407,15 +416,56 @@ def test_only_what_is_outside_cuda_graphs_waits_for_the_host():
     assert gpu_compile.host_waits(THUNKS + choice) == (1, 1)
 
 
+# Steps without a pipeline: `benchmarks/plain_steps.py`.
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("remat", "shards"), [("full", 1), ("none", 2)])
+def test_steps_without_a_pipeline_have_the_models_loss_and_gradients(remat, shards):
+    config = gpt.GPTConfig(
+        vocab_size=48, sequence_length=12, num_layers=2, width=32, num_heads=2, dtype="bfloat16"
+    )
+    model, params = gpt.model(config), gpt.init(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (3, 2, 13), 0, 48)  # three microbatches
+
+    @jax.jit
+    @jax.value_and_grad
+    def expected(params):
+        def loss(rows):
+            x = model.embed(params, {"tokens": rows}, None)
+            for weights in plain_steps.by_layer(params)["layers"]:
+                x = model.layer(weights, x, None, None)
+            return model.head_loss(params, x, {"tokens": rows}, None)
+
+        return sum(map(loss, tokens))
+
+    devices = jax.devices()[:shards]
+    make = plain_steps.plain_step if shards == 1 else plain_steps.sharded_step
+    step = make(config, remat, *((devices[0],) if shards == 1 else (devices,)), tokens.shape)
+    placed = jax.device_put((plain_steps.by_layer(params), tokens), step.input_shardings[0])
+    loss, gradients = step(*placed)
+    expected_loss, whole = expected(params)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    for found, wanted in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(plain_steps.by_layer(whole)), strict=True
+    ):
+        # What is computed again is rounded to bfloat16 elsewhere.
+        assert jnp.abs(found / shards - wanted).max() <= 0.02 * jnp.abs(wanted).max()
+
+
 @pytest.mark.slow
 def test_the_check_of_a_machine_with_one_gpu_writes_tables_and_the_device_that_plans_read(tmp_path):
     tables = gpu_check.main(gpu_check.SMALL, tmp_path)
-    assert [row["step"] for row in tables["steps"]] == [
-        *("plain scan, dots", "plain loop, dots", "1f1b, unrolled, dots")
-    ]
-    assert min(row["of plain"] for row in tables["steps"][:2]) == 1.0
+    plain = ["plain, none", "plain, dots", "plain, full"]
+    stages = [str(stage) for stage in gpu_check.SMALL.stages]
+    assert [row["name"] for row in tables["steps"]] == [*plain, *stages]
     assert all(row["ms"] > 0 for rows in tables.values() for row in rows)
     device = find(str(tmp_path / "gpu_check_device.json"))
     assert isinstance(device, Device)
-    best = max(row["T/s"] for row in tables["rates"] if row["program"].startswith("matmul"))
+    best = max(row["T/s"] for row in tables["rates"] if row["name"].startswith("matmul"))
     assert device.efficiency.flops == best * 1e12 / device.flops
+
+
+def test_a_check_whose_time_is_over_names_what_it_leaves_out(tmp_path, capsys):
+    assert not any(gpu_check.main(gpu_check.SMALL, tmp_path, minutes=0).values())
+    assert f"Left out after 0 minutes: {gpu_check.SMALL.stages[0]}" in capsys.readouterr().out
