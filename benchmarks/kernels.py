@@ -56,6 +56,10 @@ _FREE = frozenset(
 _FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier", "fusion-done"}
 _CUTS = frozenset({"slice", "dynamic-slice", "gather"})
 _RENAMES = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
+_ELEMENTWISE = frozenset(
+    {"add", "and", "compare", "divide", "exponential", "log", "maximum", "minimum", "multiply",
+     "negate", "or", "select", "subtract", "tanh"}
+)  # fmt: skip
 _MOVES = frozenset(
     {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "slice", "dynamic-slice",
      "dynamic-update-slice", "copy", "transpose", "convert", "reshape", "broadcast", "pad",
@@ -190,8 +194,10 @@ def _read(program: HloProgram, row: Instruction, users: dict[str, list[Instructi
     missing = [(row.name, user) for user in users.get(row.name, [])]
     while missing:
         name, user = missing.pop()
-        if user.opcode in _RENAMES:
-            missing.extend((user.name, later) for later in users.get(user.name, []))
+        if user.opcode in _RENAMES | _ELEMENTWISE:
+            if user.name not in users:  # what the fusion writes
+                return size
+            missing.extend((user.name, later) for later in users[user.name])
         elif user.opcode in _CUTS and user.operands[0] == name:
             parts += sum(map(math.prod, user.shapes)) * itemsize
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == name:

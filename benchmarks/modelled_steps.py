@@ -235,12 +235,13 @@ class Trips:
             return self._pieces(table.gathers, chunk, layer)
         if name in ("reduce", "store_reduced"):
             return self._pieces(table.reduces, chunk, layer)
-        column = {
-            "enter": table.outer.embed != NONE,
-            "leave": table.outer.head != NONE,
-            "embed_gradient": (table.outer.embed_gradient != NONE).sum(axis=1),
+        column, virtual_stage = {
+            "enter": (table.outer.embed != NONE, 0),
+            "leave": (table.outer.head != NONE, -1),
+            "embed_gradient": ((table.outer.embed_gradient != NONE).sum(axis=1), 0),
         }[name]
-        return int(column[self.tick])
+        here = table.schedule.placement.stages[virtual_stage] == self.stage
+        return int(column[self.tick]) * (table.together or here)
 
     def _layers(self, cell: Cell, chunk: int | None, layer: int | None) -> int:
         place = self.tick, self.stage

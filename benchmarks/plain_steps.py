@@ -118,14 +118,16 @@ def _step(
             x = layer(weights, x)
         return model.head_loss(params, x, microbatch, None)
 
-    # Read as float32, so that their gradients are: layers cast them again, which costs nothing.
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     layers = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["layers"])
-    params = params | {"layers": widened(layers)}
 
     def add(sums: Any, tokens: jax.Array) -> Any:
-        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(params, tokens)), None
+        # Read as float32, so that their gradients are: layers cast them back, which costs nothing
+        # within the loop, but is done for every microbatch if the float32 arrays are made before.
+        wide = params | {"layers": widened(layers)}
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(wide, tokens)), None
 
-    return lax.scan(add, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), tokens)[0]
+    return lax.scan(add, zeros, tokens)[0]
 
 
 # A policy does not see names in the call of a function that has rules for its gradient, but in the

@@ -48,6 +48,18 @@ PROGRAM = f"""HloModule step, is_scheduled=true
   ROOT %loaded = bf16[1,8192]{{1,0}} dynamic-slice(%slots, %at), dynamic_slice_sizes={{1,8192}}
 }}
 
+%narrowed (wide: f32[64,256]) -> bf16[64,256] {{
+  %wide = f32[64,256]{{1,0}} parameter(0)
+  ROOT %cast = bf16[64,256]{{1,0}} convert(%wide)
+}}
+
+%pick (table: f32[64,256], at: s32[64]) -> f32[64] {{
+  %table = f32[64,256]{{1,0}} parameter(0)
+  %at = s32[64]{{0}} parameter(1)
+  %negated = f32[64,256]{{1,0}} negate(%table)
+  ROOT %chosen = f32[64]{{0}} gather(%negated, %at)
+}}
+
 %sum (old: f32[64,256], new: f32[64,256]) -> f32[64,256] {{
   %old = f32[64,256]{{1,0}} parameter(0)
   %new = f32[64,256]{{1,0}} parameter(1)
@@ -87,6 +99,9 @@ ENTRY %main (a: bf16[32,64], w: bf16[64,256], stack: f32[4,64,256]) -> f32[] {{
   %saved = bf16[8,8192]{{1,0}} fusion(%slots, %product, %at), kind=kLoop, calls=%store
   %read = bf16[1,8192]{{1,0}} fusion(%saved, %at), kind=kLoop, calls=%load
   %gradient = f32[64,256]{{1,0}} custom-call(%a)
+  %narrow = bf16[64,256]{{1,0}} fusion(%gradient), kind=kLoop, calls=%narrowed
+  %places = s32[64]{{0}} constant(0)
+  %picked = f32[64]{{0}} fusion(%gradient, %places), kind=kLoop, calls=%pick
   %summed = f32[64,256]{{1,0}} fusion(%gradient, %gradient), kind=kLoop, calls=%sum
   %message = bf16[8192]{{0}} bitcast(%product)
   %met = bf16[8192]{{0}} while(%message), body=%meeting, {SCOPE % "leave"}
@@ -111,6 +126,9 @@ def kernel_named(name: str):
         ("saved", Use.WRITES, 0, 2 * 2 * 32 * 256 + 4),
         ("read", Use.READS, 0, 2 * 2 * 32 * 256 + 4),
         ("summed", Use.SUMS, 0, 3 * 4 * 64 * 256),
+        # A cast reads its operand whole, and what picks elements computes no others.
+        ("narrow", Use.WEIGHTS, 0, 64 * 256 * (4 + 2)),
+        ("picked", Use.OTHER, 0, 4 * (2 * 64 + 64)),
     ],
 )
 def test_what_a_kernel_does(name, use, flops, moved):
@@ -241,15 +259,18 @@ def test_the_loops_of_all_ticks_run_every_layer_of_every_action_once(name, unrol
             assert sum(trips) == 3 * sum(action.kind is kind for action in order)
 
 
-def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says():
+@pytest.mark.parametrize("together", [False, True])
+def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says(together):
     schedule = catalog.build("breadth-first", stages=2, microbatches=4)
-    table = lower(schedule, [2] * 4)
+    table = lower(schedule, [2] * 4, together=together)
     places = [(tick, stage) for tick in range(table.num_ticks) for stage in range(2)]
 
     def runs(scope: str) -> float:
         return sum(modelled_steps.Trips(table, *place)(loop(scope)) for place in places)
 
-    assert runs("enter") == runs("leave") == runs("embed_gradient") == 2 * 4
+    # On both stages, or on one of the ends.
+    number = 4 * (2 if together else 1)
+    assert runs("enter") == runs("leave") == runs("embed_gradient") == number
     assert runs("gather/chunk0") + runs("gather/chunk1") == sum(table.gathers.counts)
     assert runs("reduce") == 2 * sum(table.reduces.counts)
 
