@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.barriers import run_if, tie
+from jaxpipe.runtime.barriers import run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.mesh import Axes
@@ -72,7 +72,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     here = jnp.where(is_last, row.head_slot, NONE)
 
     def body(through: Tree) -> Tree:
-        mine, (collected, inbox, gradients, of_inputs) = tie(y, through)
+        mine, (collected, inbox, gradients, of_inputs) = tie_to_smallest(y, through)
         x = _from_stage(fixed, mine, -1, fixed.layers.last)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
         # A sum over devices of a constant cotangent would run before the loop, beside those in it.
