@@ -14,7 +14,8 @@ from collections.abc import Collection, MutableMapping, Sequence
 COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer"
 FLAGS = {
     # A loop whose trip count is in device memory costs the host a round trip for every iteration.
-    # In a CUDA graph the device decides: the layer loops of a tick become one graph launch.
+    # In a CUDA graph the device decides: the layer loops of a tick become one graph launch. What it
+    # does to the overlap of collectives is not known for several GPUs: docs/cluster.md.
     COMMAND_BUFFERS: "+WHILE",
     # Messages in both directions, and the arrays of a layer that is gathered and of one that is
     # reduced, are in flight at once. By default one transfer at a time is, and the others are made
