@@ -69,7 +69,10 @@ from jaxpipe.runtime.measure import (
     compiled,
     predicted_bytes,
 )
-from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.device_clock import device_clock
+from jaxpipe.schedule.partition import cut_layers, partition
+from jaxpipe.schedule.simulate import Costs
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "gpu_compile.json"
@@ -85,8 +88,9 @@ CONFIG = gpt.GPTConfig(
 class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
     layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
-    stage, where the vocabulary lies (split over all stages, or at the ends of the pipeline),
-    whether matmuls of weights run in 8-bit floats, and data shards."""
+    stage, where the vocabulary lies (split over all stages, at the ends of the pipeline, or where
+    the trainer puts it, "auto"), whether matmuls of weights run in 8-bit floats, and data shards.
+    """
 
     hosts: int
     schedule: str
@@ -108,7 +112,7 @@ class Case:
         name = self.schedule
         name += f", ZeRO-{self.zero}" if self.zero else ""
         name += "" if self.chunks is None else f", {self.chunks} chunks"
-        name += "" if self.vocabulary == "split" else f", vocabulary at the {self.vocabulary}"
+        name += ", vocabulary at the ends" if self.vocabulary == "ends" else ""
         name = f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
         name += ", fp8" if self.fp8 else ""
         return name if self.compute_dtype is None else f"{name}, {self.compute_dtype}"
@@ -271,10 +275,11 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     )
     num_layers = case.layers * schedule.placement.num_virtual_stages
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
-    ends = case.vocabulary == "ends"
+    counts = {"auto": chosen_counts, "ends": _counts_beside_ends, "split": lambda *_: None}
+    layer_counts = counts[case.vocabulary](config, schedule)
     devices = h100s(case.hosts * GPUS_PER_HOST)
     return jaxpipe.Pipeline(
-        gpt.model(config, vocabulary_axis=None if ends else "stage"),
+        gpt.model(config, vocabulary_axis="stage" if layer_counts is None else None),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
         schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=case.stages, data=case.data, devices=devices),
@@ -284,16 +289,34 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         weight_slots=2,  # the trainer's default on GPUs
         compute_dtype=case.compute_dtype,
         fp8="*kernel" if case.fp8 else (),
-        layer_counts=partition(_loads(config), schedule.placement) if ends else None,
+        layer_counts=layer_counts,
     )
 
 
-def _loads(config: gpt.GPTConfig) -> list[float]:
-    """FLOPs of every layer, with those of the head, as the trainer's partition counts them."""
+def chosen_counts(config: gpt.GPTConfig, schedule: Schedule) -> tuple[int, ...] | None:
+    """The layers of every chunk where the ends compute embedding and head, or None where all stages
+    do: whatever takes less time on the device clock, as the trainer chooses."""
+    head = _head_layers(config)
+    even = [Costs(1, 1, 1)] * config.num_layers
+    beside = [*even[1:], Costs(1 + head, 1 + head, 1 + head)]
+    split, ends = (cut_layers(layers, schedule.placement)[1] for layers in (even, beside))
+    together = device_clock(schedule, split, together=True, head=3 * head / schedule.num_stages)
+    alone = device_clock(schedule, ends)
+    if together.makespan <= alone.makespan:
+        return None
+    return _counts_beside_ends(config, schedule)
+
+
+def _counts_beside_ends(config: gpt.GPTConfig, schedule: Schedule) -> tuple[int, ...]:
+    loads = [1.0] * (config.num_layers - 1) + [1 + _head_layers(config)]
+    return partition(loads, schedule.placement)
+
+
+def _head_layers(config: gpt.GPTConfig) -> float:
+    """How many layers the head stands for, by FLOPs."""
     one_more = dataclasses.replace(config, num_layers=config.num_layers + 1)
     layer = gpt.flops_per_token(one_more) - gpt.flops_per_token(config)
-    *others, last = [float(layer)] * config.num_layers
-    return [*others, last + gpt.flops_per_token(config) - config.num_layers * layer]
+    return gpt.flops_per_token(config) / layer - config.num_layers
 
 
 @attention_of_gpus()

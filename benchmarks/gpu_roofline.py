@@ -110,17 +110,19 @@ def cases() -> list[Case]:
             ("1f1b", "unrolled", "full"), ("1f1b", "stacked", "dots"),
         )
     ]  # fmt: skip
-    steps = [change(case, schedule="1f1b-fused", vocabulary="ends")] + [
-        change(case, hosts=hosts, schedule=name, zero=3, vocabulary="ends")
+    steps = [change(case, schedule="1f1b-fused", vocabulary="auto")] + [
+        change(case, hosts=hosts, schedule=name, zero=3, vocabulary="auto")
         for hosts in (1, 2)
         for name in ("1f1b-fused", "breadth-first", "zb-v", "dualpipe-v")
     ]
     # One model of 32 layers under schedules with 1, 2 and 4 chunks per stage.
     schedules = [
-        change(case, schedule=name, data=1, layers=4 // chunks, vocabulary="ends")
+        change(
+            case, schedule=name, data=1, layers=4 // (chunks or 2), chunks=chunks, vocabulary="auto"
+        )
         for chunks, names in (
             (1, ("gpipe-fused", "1f1b-fused", "1f1b", "zb-h1", "zb-h2")),
-            (2, ("interleaved-fused", "1f1b-v", "dualpipe-v", "zb-v", "v-half")),
+            (None, ("interleaved-fused", "1f1b-v", "dualpipe-v", "zb-v", "v-half")),
             (4, ("breadth-first-fused",)),
         )
         for name in names
@@ -131,7 +133,7 @@ def cases() -> list[Case]:
 def label(case: Case) -> str:
     zero = f", ZeRO-{case.zero}" if case.zero else ""
     remat = f", {case.remat}" if case.remat != "none" else ""
-    ends = "" if case.vocabulary == "split" else f", vocabulary at the {case.vocabulary}"
+    ends = ", partition chosen" if case.vocabulary == "auto" else ""
     gpus = f"{case.hosts}x8" if case.data > 1 else f"{case.stages} stages"
     return f"{gpus} {case.schedule}{zero}, {case.weights}{remat}{ends}"
 
