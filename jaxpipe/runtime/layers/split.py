@@ -23,7 +23,7 @@ forward.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import jax
@@ -135,6 +135,12 @@ class _Traced:
         return [v for n, v in enumerate(self.carry) if self.appended[n // 2]]
 
 
+def _traced_once(method: Callable[..., Tree]) -> cached_property[Callable[..., Tree]]:
+    """Makes of a method a function that is traced once for equal shapes, and lowered once, however
+    many layers of a program call it."""
+    return cached_property(lambda split: jax.jit(partial(method, split)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
     """F, B and W of one layer.
@@ -193,6 +199,7 @@ class Split:
         """Shapes of the values that go from B to W."""
         return jaxprs.shapes_of_variables(self.crosses)
 
+    @_traced_once
     def forward(
         self, params: LayerParams, x: Activation, *context: Tree, state: States = None
     ) -> tuple[Activation, Values, Values]:
@@ -204,6 +211,7 @@ class Split:
         y = jax.tree.unflatten(traced.y, jaxprs.values(traced.outputs, env))
         return y, [env[v] for v in self.kept_until_b], [env[v] for v in self.kept_until_w]
 
+    @_traced_once
     def backward_input(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
     ) -> tuple[Activation, Values]:
@@ -214,6 +222,7 @@ class Split:
         env = self._run(self.b, self.traced.dx, given)
         return self._dx(env), [env[v] for v in self.crosses]
 
+    @_traced_once
     def backward_weights(
         self, params: LayerParams, until_w: Values, crossing: Values, *context: Tree
     ) -> Gradients:
@@ -222,6 +231,7 @@ class Split:
         given |= dict(zip(self.crosses, crossing, strict=True))
         return self._dparams(self._run([*self.again, *self.w], self.traced.dparams, given))
 
+    @_traced_once
     def backward_fused(
         self, params: LayerParams, until_b: Values, until_w: Values, dy: Activation, *context: Tree
     ) -> tuple[Activation, Gradients]:
