@@ -12,21 +12,41 @@ from hypothesis import strategies as st
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check import validate
-from jaxpipe.schedule.lowering.lower import colour_intervals, lower
+from jaxpipe.schedule.lowering.lower import colour_beside, colour_intervals, lower
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, TickTable
 from jaxpipe.schedule.placement import linear
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))
-def test_intervals_that_overlap_have_different_slots_and_no_slot_is_wasted(spans):
+def beside(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    return colour_beside(starts, ends, np.arange(len(starts)) % 3, set())
+
+
+@pytest.mark.parametrize("colour", [colour_intervals, beside])
+@given(spans=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), max_size=30))
+def test_intervals_that_overlap_have_different_slots_and_no_slot_is_wasted(colour, spans):
     intervals = [(start, start + length) for start, length in spans]
     starts, ends = (np.array([span[k] for span in intervals], np.int64) for k in (0, 1))
-    slots = colour_intervals(starts, ends).tolist()
+    slots = colour(starts, ends).tolist()
     for one, other in itertools.combinations(range(len(intervals)), 2):
         if intervals[one][0] <= intervals[other][1] and intervals[other][0] <= intervals[one][1]:
             assert slots[one] != slots[other]
     together = [sum(start <= t <= end for start, end in intervals) for t in range(27)]
     assert set(slots) == set(range(max(together)))
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("1f1b-fused", 5), ("zb-h1", 5), ("zb-v", 10 * 2), ("dualpipe-v", 11 * 2 * 2)],
+)
+def test_actions_use_few_sets_of_slots(name, most):
+    """No more than slots of what W reads, for every chunk; where less crosses from B to W, of which
+    11 and 5 slots of each could be 55 for every chunk, at most twice as many."""
+    schedule = catalog.build(name, stages=5, microbatches=20)
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    for kind in table.passes.keys() - {Kind.F}:
+        slots = ("until_w",) if kind is Kind.BW else ("until_w", "crossing")
+        assert len(table.cells(kind, ("chunk", *slots))) <= most
+    assert len(table.cells(Kind.F, ("until_b", "until_w"))) == table.num_slots["until_w"]
 
 
 def test_two_kinds_of_backward_become_one():

@@ -22,6 +22,7 @@ the end of the step (`embed_ticks`, `embed_gradient_ticks`).
 import dataclasses
 import enum
 import functools
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -136,6 +137,7 @@ class Lowering:
         names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
         self._slots = {name: np.zeros(self.shape, np.int64) for name in names}
         self._slots |= {name: self._colour(*life) for name, life in lives.items()}
+        self._share_slots(lives)
         carries = self._lives_of_carries() if schedule.num_slices > 1 else {}
         for name, life in carries.items():
             self._slots[name] = np.repeat(self._colour(*life), schedule.num_slices, axis=1)
@@ -244,6 +246,23 @@ class Lowering:
             colours = colour_intervals(start[own_stages].reshape(-1), end[own_stages].reshape(-1))
             slots[own_stages] = colours.reshape(len(own_stages), -1)
         return slots
+
+    def _share_slots(self, lives: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+        """Gives residuals the slots of those that W reads, whose lives contain theirs, where these
+        are no more; and else few different slots beside each of them.
+
+        A program that knows slots has a loop for every set of them that an action uses.
+        """
+        pairs = set[tuple[int, int]]()
+        for name in filter(lives.__contains__, ("until_b", "crossing")):
+            shared = self._slots["until_w"]
+            if shared.max() == self._slots[name].max():
+                self._slots[name] = shared
+            elif name == "crossing":
+                for own in map(list, self.schedule.placement.virtual_stages):
+                    starts, ends = (times[own].reshape(-1) for times in lives[name])
+                    slots = colour_beside(starts, ends, shared[own].reshape(-1), pairs)
+                    self._slots[name][own] = slots.reshape(len(own), -1)
 
     def _enter(
         self, start: np.ndarray, end: np.ndarray, slots: np.ndarray
@@ -447,4 +466,32 @@ def colour_intervals(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     slots[by_start[:num_slots]] = np.arange(num_slots)
     for later, earlier in zip(by_start[num_slots:].tolist(), by_end.tolist(), strict=False):
         slots[later] = slots[earlier]
+    return slots
+
+
+def colour_beside(
+    starts: np.ndarray, ends: np.ndarray, others: np.ndarray, pairs: set[tuple[int, int]]
+) -> np.ndarray:
+    """Does as `colour_intervals`, and makes few different pairs with other slots.
+
+    Args:
+      others: another slot of each interval, int64 ``[intervals]``.
+      pairs: pairs of another slot and its slot that there are already; new ones are added.
+
+    Example:
+      >>> starts, ends = np.array([0, 1, 3, 4]), np.array([2, 2, 5, 5])
+      >>> colour_beside(starts, ends, np.array([7, 8, 8, 7]), set())
+      array([0, 1, 1, 0])
+    """
+    slots, free, busy = np.empty(len(starts), np.int64), list[int](), list[tuple[int, int]]()
+    for n in np.argsort(starts, kind="stable").tolist():
+        while busy and busy[0][0] < starts[n]:
+            free.append(heapq.heappop(busy)[1])
+        if not free:
+            free.append(len(busy))
+        slot = next((slot for slot in free if (int(others[n]), slot) in pairs), free[0])
+        free.remove(slot)
+        pairs.add((int(others[n]), slot))
+        slots[n] = slot
+        heapq.heappush(busy, (int(ends[n]), slot))
     return slots

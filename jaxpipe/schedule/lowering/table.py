@@ -6,6 +6,7 @@ integer per field: that of its own stage. A table holds the same rows as columns
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -288,6 +289,13 @@ class TickTable:
                 chunks = _chunk(backward, place), _chunk(forward, place)
                 pairs.setdefault(Kind.BW if fused else Kind.B, set()).add(chunks)
         return pairs
+
+    def cells(self, kind: Kind, fields: Sequence[str]) -> list[dict[str, int]]:
+        """Lists the distinct values of these fields in cells of a kind, on any stage."""
+        columns = self.passes[kind]
+        runs = columns.layers > 0
+        values = np.stack([getattr(columns, field)[runs] for field in fields], axis=1)
+        return [dict(zip(fields, row, strict=True)) for row in np.unique(values, axis=0).tolist()]
 
     @property
     def rows(self) -> Row:
