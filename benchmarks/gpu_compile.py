@@ -56,7 +56,7 @@ from benchmarks.compiled_ticks import (
     transfers,
     whole_buffers,
 )
-from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.hlo import HloProgram, Instruction, layers_of
 from jaxpipe.planning.without_devices import (
     GPUS_PER_HOST,
     attention_of_gpus,
@@ -189,7 +189,7 @@ def weight_traffic(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[We
       shapes: of weights that are matrices, each sorted.
     """
     passes = [
-        [_traffic(program, loop.calls["body"], shapes) for loop in loops]
+        [_traffic(program, loop, shapes) for loop in loops]
         for loops in program.layer_loops().values()
     ]
     return [
@@ -198,9 +198,9 @@ def weight_traffic(program: HloProgram, shapes: set[tuple[int, ...]]) -> list[We
     ]
 
 
-def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> WeightTraffic:
+def _traffic(program: HloProgram, loop: Instruction, shapes: set[tuple[int, ...]]) -> WeightTraffic:
     copied = cast = 0
-    for body in loop_bodies(program, loop):
+    for body in loop_bodies(program, loop.calls["body"]):
         for row in program.computations[body]:
             inside = {i.opcode for i in fused(program, row)} | {row.opcode}
             # The layer's own gradient is added in place: a copy would be one more.
@@ -214,7 +214,7 @@ def _traffic(program: HloProgram, loop: str, shapes: set[tuple[int, ...]]) -> We
             )
             copied += size * moves
             cast += size * (not moves)
-    return WeightTraffic(copied, cast)
+    return WeightTraffic(copied // layers_of(loop), cast // layers_of(loop))
 
 
 def weight_matmuls(program: HloProgram) -> dict[str, dict[str, int]]:

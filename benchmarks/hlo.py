@@ -23,8 +23,9 @@ _SCOPE = re.compile(
     r"/(?:(tick_\w+)/while/body/(?:(?:closed_call|eval_jaxpr)/)?)?"
     r"((?:BW_|B_)?F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|"
     r"store_reduced|tick_\w+)"
-    r'(?:/chunk(\d+)(?:_layer(\d+))?(?:_chunk\d+_layer\d+)*)?/while"'
+    r'(?:/chunk(\d+)(?:_layer(\d+)(?:_chunk\d+_layer\d+)*)?((?:_[a-z_]+\d+)*))?/while"'
 )
+_FIELD = re.compile(r"_([a-z_]+?)(\d+)")
 _PERMUTES = frozenset({"collective-permute", "collective-permute-start"})
 
 PASSES = ("F", "B", "BW", "W", "R")
@@ -38,12 +39,19 @@ class Scope(NamedTuple):
       tick: the name of the parts of the tick that it is in; None for a loop outside.
       name: what the loop does; for one over ticks, the name of their parts.
       chunk, layer: where it is of one chunk, or of one layer.
+      cell: where it is of one cell: the other fields that the program knows, and their values.
     """
 
     tick: str | None
     name: str
     chunk: int | None
     layer: int | None
+    cell: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that an iteration runs."""
+        return dict(self.cell).get("layers", 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,8 +190,15 @@ def scope_of(loop: Instruction) -> Scope | None:
     """The name of a loop; None if it has none."""
     if (found := _SCOPE.search(loop.text)) is None:
         return None
-    tick, name, *numbers = found.groups()
-    return Scope(tick, name, *(None if n is None else int(n) for n in numbers))
+    tick, name, *numbers, cell = found.groups()
+    fields = tuple((field, int(n)) for field, n in _FIELD.findall(cell or ""))
+    return Scope(tick, name, *(None if n is None else int(n) for n in numbers), fields)
+
+
+def layers_of(loop: Instruction) -> int:
+    """Layers that an iteration of a loop over layers runs."""
+    scope = scope_of(loop)
+    return 1 if scope is None else scope.num_layers
 
 
 def pass_of(row: Instruction) -> str | None:

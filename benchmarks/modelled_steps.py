@@ -21,7 +21,7 @@ import numpy as np
 import jaxpipe
 from benchmarks import plain_steps
 from benchmarks.gpu_compile import CONFIG, DATA, ROWS
-from benchmarks.hlo import PASSES, HloProgram, Instruction, scope_of
+from benchmarks.hlo import PASSES, HloProgram, Instruction, Scope, layers_of, scope_of
 from benchmarks.kernels import Use
 from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
 from jaxpipe.planning.devices import DEVICES
@@ -210,7 +210,8 @@ def layer_passes(roofline: Roofline) -> dict[str, Spent]:
     """One layer and microbatch by kind of action, the mean over its loops."""
     return {
         name: scaled(
-            sum((roofline.body(loop.calls["body"]) for loop in loops), Counter()), 1 / len(loops)
+            sum((roofline.body(loop.calls["body"]) for loop in loops), Counter()),
+            1 / sum(map(layers_of, loops)),
         )
         for name, loops in roofline.program.layer_loops().items()
     }
@@ -228,9 +229,9 @@ class Trips:
         """Raises ValueError for a loop without a name that says so."""
         if (scope := scope_of(loop)) is None:
             raise ValueError(f"How often does this loop run?\n{loop.text[-600:]}")
-        _, name, chunk, layer = scope
+        name, chunk, layer = scope.name, scope.chunk, scope.layer
         if name in PASSES:
-            return self._layers(self.table.passes[Kind[name]], chunk, layer)
+            return self._layers(self.table.passes[Kind[name]], scope)
         table = self.table
         if name in ("gather", "store_gathered"):
             return self._pieces(table.gathers, chunk, layer)
@@ -244,10 +245,14 @@ class Trips:
         here = table.schedule.placement.stages[virtual_stage] == self.stage
         return int(column[self.tick]) * (table.together or here)
 
-    def _layers(self, cell: Cell, chunk: int | None, layer: int | None) -> int:
+    def _layers(self, cell: Cell, scope: Scope) -> int:
         place = self.tick, self.stage
         layers = int(cell.layers[place])
-        return layers if layer is None else int(cell.chunk[place] == chunk and layer < layers)
+        if scope.chunk is None:
+            return layers
+        fields = (getattr(cell, field)[place] == value for field, value in scope.cell)
+        runs = scope.layer < layers if scope.layer is not None else all(fields)
+        return int(cell.chunk[place] == scope.chunk and runs)
 
     def _pieces(self, transfers: Transfers, chunk: int | None, layer: int | None) -> int:
         place = self.tick, self.stage

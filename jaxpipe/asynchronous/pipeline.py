@@ -140,7 +140,9 @@ class AsyncPipeline:
         setup = pipe.setup(steady_table(pipe.table, self.steady))
         layout = self._layout.local
         # W follows B in the same tick, so B leaves to it all that belongs to W.
-        self._setup = dataclasses.replace(setup, layout=layout, leaves=leaves, early=False)
+        self._setup = dataclasses.replace(
+            setup, layout=layout, leaves=leaves, early=False, cells_in_table=False
+        )
 
     @property
     def delays(self) -> np.ndarray:

@@ -101,7 +101,8 @@ class Pipeline(Assembly):
         3 also weights.
       weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
         parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
-        before it multiplies, for a program that grows with the layers of a stage.
+        before it multiplies, nor what layers keep, for a program that grows with the layers of a
+        stage and, up to a limit, with what they keep at once.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, no fewer than a tick uses. With 2 or more, chunks move over data under
         the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.

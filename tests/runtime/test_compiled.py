@@ -19,6 +19,7 @@ from benchmarks.hlo import HloProgram, Instruction, pass_of
 from benchmarks.roofline import device_groups
 from jaxpipe.runtime import assembly, measure
 from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.tick import prepare
 from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
 
@@ -285,6 +286,39 @@ def test_a_step_copies_no_more_of_what_it_is_given_than_with_stacked_weights(zer
         text = measure.compiled(pipe, shapes, updates=updates, options=AS_USED).as_text()
         copied[weights] = text[text.index("ENTRY") :].count("copy(%param")
     assert copied["unrolled"] <= copied["stacked"]
+
+
+# Slots that the program knows.
+
+
+def writes_in_slots(program: HloProgram) -> list[str]:
+    """Writes in loops over layers at places that the program does not know."""
+    return [
+        row.text
+        for loops in program.layer_loops().values()
+        for loop in loops
+        for row in program.reached(loop.calls["body"], into_loops=True)
+        if row.opcode == "dynamic-update-slice"
+    ]
+
+
+def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
+    given = {"weights": "unrolled", "config": ONE_LAYER, "data": 1}
+
+    def writes() -> list[str]:
+        pipe = make_pipeline("zb-h1", "dots", 0, **given)
+        return writes_in_slots(HloProgram(measure.compiled(pipe, batch()).as_text()))
+
+    assert not writes()
+    monkeypatch.setattr(prepare, "_MOST_COPIES", 0)
+    assert writes()
+
+
+def test_slots_are_known_while_the_program_does_not_grow_too_large():
+    for microbatches, arrays in ((8, 3 * 8), (52, 1)):
+        pipe = make_pipeline("gpipe", "full", 0, weights="unrolled", microbatches=microbatches)
+        # A layer keeps its input: an array for every slot and layer, or one for all.
+        assert len(jax.tree.leaves(buffers(pipe, batch(microbatches))["until_b"])) == arrays
 
 
 # Memory.

@@ -91,7 +91,7 @@ def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, opt
     assert any(channel.late_edges for channel in pipe.table.channels) == ("late" in changes)
     if "tiles" in changes:
         kept = buffers(pipe, toys.named(name).batch(32))
-        parts = [leaf for part in ("x", "dy", "until_b", "until_w") for leaf in kept.get(part, [])]
+        parts = jax.tree.leaves([kept.get(part) for part in ("x", "dy", "until_b", "until_w")])
         assert (max(leaf.ndim for leaf in parts) > 2) == (name == "tied")
     together = ("tied", "untied", "split", "split tuple", "mixture stateful")
     assert pipe.table.together == (name in together)

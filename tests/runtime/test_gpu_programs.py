@@ -1,16 +1,19 @@
 """What benchmarks read from programs that are compiled for GPUs and TPUs."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps, plain_steps
-from benchmarks.hlo import HloProgram, Scope, scope_of
+from benchmarks.hlo import HloProgram, Scope, layers_of, scope_of
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.tick.fixed import RESIDUALS_OF
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
 from models import gpt
@@ -241,21 +244,27 @@ def loop(scope: str):
     return next(row for row in HloProgram(text).computations["main"] if row.name == "layers")
 
 
-@pytest.mark.parametrize("unrolled", [False, True])
+@pytest.mark.parametrize("form", ["stacked", "unrolled", "known"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "breadth-first-fused"])
-def test_the_loops_of_all_ticks_run_every_layer_of_every_action_once(name, unrolled):
+def test_the_loops_of_all_ticks_run_every_layer_of_every_action_once(name, form):
     schedule = catalog.build(name, stages=4, microbatches=8)
     counts = [3] * schedule.placement.num_virtual_stages
     table = lower(schedule, counts, own_slots=True)
-    places = [f"/chunk{c}_layer{n}" for c in range(schedule.num_chunks) for n in range(3)]
+    places = {
+        "stacked": [""],
+        "unrolled": [f"/chunk{c}_layer{n}" for c in range(schedule.num_chunks) for n in range(3)],
+    }
     for kind in table.passes:
-        loops = [loop(f"{kind}{place}") for place in (places if unrolled else [""])]
+        cells = table.cells(kind, ("chunk", "layers", *RESIDUALS_OF[kind]))
+        places["known"] = ["/" + "_".join(f"{k}{n}" for k, n in cell.items()) for cell in cells]
+        loops = [loop(f"{kind.name}{place}") for place in places[form]]
         for stage, order in enumerate(schedule.orders):
             trips = [
                 modelled_steps.Trips(table, tick, stage)(row)
                 for tick in range(table.num_ticks)
                 for row in loops
             ]
+            trips = [n * layers_of(row) for n, row in zip(trips, itertools.cycle(loops))]
             assert sum(trips) == 3 * sum(action.kind is kind for action in order)
 
 
@@ -279,6 +288,7 @@ def test_a_loop_is_of_the_tick_that_it_stands_in():
     own, other = "tick_forward", "tick_backward_reduce"
     inside = loop(f"{own}/while/body/closed_call/F/chunk1_layer2")
     assert scope_of(inside) == Scope(own, "F", 1, 2)
+    assert scope_of(loop("B/chunk0_layers3_until_w5")).cell == (("layers", 3), ("until_w", 5))
     assert modelled_steps.is_of(inside, own)
     assert not modelled_steps.is_of(inside, other)
     assert not modelled_steps.is_of(loop(other), own)  # the loop over other ticks

@@ -4,7 +4,7 @@ import abc
 import functools
 import itertools
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +125,10 @@ class _UnrolledPlace(NamedTuple):
     share: Share | None
 
 
+Rows: TypeAlias = Collection[tuple[int, int]]
+"""Rows of a stage: of each its chunk, and its number there."""
+
+
 class Unrolled(_Alike):
     """Parameters of layers that are alike, every row of a stage in arrays of its own.
 
@@ -176,20 +180,48 @@ class Unrolled(_Alike):
             runs = (chunk == c) & (lo <= layer) & (layer < hi)
             with jax.named_scope(f"chunk{c}_layer{layer}"):
                 step = functools.partial(body, c, layer)
-                arrays, carry = self._run_row((c, layer), runs, step, arrays, carry)
+                arrays, carry = self._run_rows([(c, layer)], runs, step, arrays, carry)
         return arrays, carry
 
-    def _run_row(
-        self, row: tuple[int, int], runs: Index, body: Body, arrays: Arrays, carry: Carry
+    def run_chunk(
+        self,
+        chunk: ChunkSpan,
+        runs: Index,
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+        *,
+        down: bool = False,
     ) -> tuple[Arrays, Carry]:
-        """Runs ``body(arrays, carry)`` in a loop through which the arrays of one row go.
+        # The body sees the arrays of its layer alone: XLA for GPUs adds a product to a sum in its
+        # matmul only if no barrier of another layer stands before the sum.
+        number, count = chunk
+        layers = range(count)
 
-        Those of others are None there, since places count all rows. An evaluation has no sums.
+        def run(arrays: Arrays, carry: Carry) -> tuple[Arrays, Carry]:
+            for layer in reversed(layers) if down else layers:
+                own = self._own(arrays, [(number, layer)])
+                own, carry = body(number, layer, own, carry)
+                arrays = _joined(arrays, own)
+            return arrays, carry
+
+        return self._run_rows([(number, layer) for layer in layers], runs, run, arrays, carry)
+
+    def _run_rows(
+        self, rows: Rows, runs: Index, body: Body, arrays: Arrays, carry: Carry
+    ) -> tuple[Arrays, Carry]:
+        """Runs ``body(arrays, carry)`` in a loop through which the arrays of these rows go."""
+        own, carry = run_if(runs, lambda through: body(*through), (self._own(arrays, rows), carry))
+        return _joined(arrays, own), carry
+
+    def _own(self, arrays: Arrays, rows: Rows) -> Arrays:
+        """Selects the arrays of some rows; others are None, since places count all rows.
+
+        An evaluation has no sums.
         """
-        number = (row[0] * self.num_pieces + row[1]) % max(len(arrays), 1)
-        own = {n: values if n == number else None for n, values in arrays.items()}
-        own, carry = run_if(runs, lambda through: body(*through), (own, carry))
-        return arrays | {n: values for n, values in own.items() if n == number}, carry
+        count = max(len(arrays), 1)
+        numbers = {(chunk * self.num_pieces + layer) % count for chunk, layer in rows}
+        return {n: values if n in numbers else None for n, values in arrays.items()}
 
     def loop_pairs(
         self,
@@ -212,7 +244,7 @@ class Unrolled(_Alike):
             runs = is_forward & (backward[0] == b) & (backward[1] - 1 - i == layer)
             with jax.named_scope(f"chunk{b}_layer{layer}_chunk{f}_layer{i}"):
                 step = functools.partial(body, (b, layer), (f, i))
-                arrays, carry = self._run_row((b, layer), runs, step, arrays, carry)
+                arrays, carry = self._run_rows([(b, layer)], runs, step, arrays, carry)
         return arrays, carry, turns
 
     def loop_pieces(self, chunk: Index, body: Body, carry: Carry) -> Carry:
@@ -233,3 +265,8 @@ class Unrolled(_Alike):
         for place in itertools.product(range(self.num_chunks), range(count)):
             carry = body(*place, carry)
         return carry
+
+
+def _joined(arrays: Arrays, own: Arrays) -> Arrays:
+    """The arrays with those of some rows replaced."""
+    return arrays | {n: values for n, values in own.items() if values is not None}

@@ -10,10 +10,14 @@ dimension of 1, choose different layouts for them, and then transpose or copy wh
 A TPU stores arrays in tiles of their last two dimensions, so that flattening one moves all of its
 elements. There, values of layers of one kind keep their shapes, ``[slots * layers, ...]``, and a
 constraint gives a buffer the same layout in every loop.
+
+Where a matmul's result is kept in a slot that is a number in the table, a GPU writes it twice: XLA
+fuses no write at such a place into a matmul. `KnownSlots` have an array for every slot and layer,
+and the program a loop for every slot (`jaxpipe.runtime.tick.layer_passes`).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -144,6 +148,14 @@ class SharedBuffers:
             buffers[where.buffer] = self._in_order(written)
         return buffers
 
+    def part(self, buffers: Arrays, slot: Index, layers: Iterable[Index]) -> Arrays:
+        """Selects the arrays in which some layers of a slot lie: here all."""
+        return buffers
+
+    def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
+        """Replaces such a part."""
+        return part
+
     def _in_order(self, buffer: jax.Array) -> jax.Array:
         """Keeps the dimensions of a TPU's buffer in their order in memory."""
         if not self._tiled:
@@ -161,6 +173,59 @@ class SharedBuffers:
 def _shape(size: int, unit: int) -> tuple[int, ...]:
     """The shape of so many units in a row."""
     return (size,) if unit == 1 else (size, unit)
+
+
+class KnownSlots:
+    """Buffers whose slots the program knows, for layers of one kind: every value of every layer has
+    an array of its own in every slot, into which a kernel can write it.
+
+    The buffers are a dictionary from ``slot * layers + layer`` to the values of that layer.
+
+    Args:
+      values: the shapes of a layer's values.
+      num_layers: layers of the largest chunk.
+      tiled: as for `SharedBuffers`; elsewhere the arrays are flat.
+    """
+
+    on_host = False
+
+    def __init__(
+        self, values: Sequence[jax.ShapeDtypeStruct], num_layers: int, *, tiled: bool
+    ) -> None:
+        self._values, self._num_layers, self._tiled = values, num_layers, tiled
+
+    def shapes(self, slots: int) -> dict[int, list[jax.ShapeDtypeStruct]]:
+        """Shapes of the arrays."""
+        own = [
+            jax.ShapeDtypeStruct(leaf.shape if self._tiled else (leaf.size,), leaf.dtype)
+            for leaf in self._values
+        ]
+        return dict.fromkeys(range(slots * self._num_layers), own)
+
+    def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
+        """Makes the arrays, filled with what ``fill`` makes of a shape."""
+        return jax.tree.map(fill, self.shapes(slots))
+
+    def part(self, buffers: Arrays, slot: int, layers: Iterable[int]) -> Arrays:
+        """As `SharedBuffers.part`."""
+        numbers = (slot * self._num_layers + layer for layer in layers)
+        return {n: buffers[n] for n in numbers}
+
+    def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
+        """As `SharedBuffers.with_part`."""
+        return buffers | part
+
+    def read(self, buffers: Arrays, kind: int, slot: int, at: At) -> list[jax.Array]:
+        """As `SharedBuffers.read`."""
+        own = buffers[slot * self._num_layers + at[2]]
+        return [w.reshape(leaf.shape) for w, leaf in zip(own, self._values, strict=True)]
+
+    def write(
+        self, buffers: Arrays, kind: int, slot: int, at: At, values: Sequence[jax.Array]
+    ) -> Arrays:
+        """As `SharedBuffers.write`."""
+        own = [w if self._tiled else w.reshape(-1) for w in values]
+        return buffers | {slot * self._num_layers + at[2]: own}
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:

@@ -217,6 +217,26 @@ class LayerLayout(Piece, abc.ABC):
 
         return lax.fori_loop(lo, hi, step, (arrays, carry))
 
+    def run_chunk(
+        self,
+        chunk: ChunkSpan,
+        runs: Index,
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+        *,
+        down: bool = False,
+    ) -> tuple[Arrays, Carry]:
+        """Runs the layers of a chunk, which the program knows, in one loop of one trip or none.
+
+        Layouts in which every row has arrays of its own can. ``body`` is as for `loop`.
+
+        Args:
+          chunk: chunk and number of layers, both integers.
+          runs: whether the loop has a trip.
+        """
+        raise NotImplementedError
+
     def loop_pairs(
         self,
         backward: ChunkSpan,

@@ -200,10 +200,7 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
     Its trip count is the same on every device.
     """
     rows = _of_stage(fixed.table, fixed.stage)
-    sink = fixed.gradients
-    found, rounds = fixed.table.runs(
-        gathers=fixed.weights.gathers, reduces=sink is not None and sink.reduces(fixed)
-    )
+    found, rounds = fixed.bodies
     steps = [partial(tick, fixed, batch, parts=parts) for parts in found]
     if len(rounds) == 1:
         ends = np.cumsum(rounds[0])

@@ -9,11 +9,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import DictKey
 
@@ -22,7 +23,7 @@ from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layout.buffers import SharedBuffers
+from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Share
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
@@ -52,6 +53,7 @@ from jaxpipe.runtime.types import (
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import (
     NONE,
+    BodyParts,
     Cell,
     Pairs,
     Row,
@@ -63,6 +65,14 @@ from jaxpipe.schedule.lowering.table import (
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
+RESIDUALS_OF = {
+    Kind.F: RESIDUALS_OF_F,
+    Kind.R: RESIDUALS_OF_F,
+    Kind.B: RESIDUALS,
+    Kind.BW: RESIDUALS_OF_F,
+    Kind.W: ("until_w", "crossing"),
+}
+"""Those that an action reads or writes."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
 """Values that it hands from slice to slice of a sequence, and their cotangents."""
 
@@ -85,6 +95,7 @@ class Setup:
       leaves: the kind of forward that leaves residuals.
       early: whether B does what belongs to W where less then crosses; not where W follows at once.
       overlaps: whether devices communicate while they compute.
+      cells_in_table: whether the table has every cell that ticks run.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
     """
 
@@ -101,6 +112,7 @@ class Setup:
     leaves: Kind = Kind.F
     early: bool = True
     overlaps: bool = True
+    cells_in_table: bool = True
     tiled: bool = False
     stamps: Stamps | None = None
 
@@ -180,7 +192,7 @@ class Fixed:
     layers: Layers
     first_layer: jax.Array
     kind_of: jax.Array
-    residuals: dict[str, SharedBuffers]
+    residuals: dict[str, SharedBuffers | KnownSlots]
     messages: SharedBuffers
     collector: Collector
     weight: Callable[[Tree], jax.Array] | None
@@ -205,6 +217,29 @@ class Fixed:
         measured = self.setup.stamps is not None
         alone = measured or len(self.layers.kinds) > 1 or not self.setup.options.pair_layers
         return {} if alone else self.table.pairs
+
+    @property
+    def knows_chunks(self) -> bool:
+        """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled:
+        where rows have arrays of their own, unless pairs leave a part of a chunk to run."""
+        in_table = self.setup.cells_in_table
+        return in_table and self.params.own_arrays and not self.pairs
+
+    def fields(self, kind: Kind, known: Collection[str]) -> tuple[str, ...]:
+        """Names the fields of a kind's cells that the program knows, if it knows these slots."""
+        return "chunk", "layers", *(name for name in RESIDUALS_OF[kind] if name in known)
+
+    @property
+    def known_slots(self) -> list[str]:
+        """Names of the residuals whose slots the program knows."""
+        return [name for name, kept in self.residuals.items() if isinstance(kept, KnownSlots)]
+
+    @property
+    def bodies(self) -> tuple[tuple[BodyParts, ...], np.ndarray]:
+        """The parts of ticks that occur, and how many ticks of each follow each other:
+        `TickTable.runs`."""
+        reduces = self.gradients is not None and self.gradients.reduces(self)
+        return self.table.runs(gathers=self.weights.gathers, reduces=reduces)
 
     @property
     def num_layers(self) -> int:
@@ -325,6 +360,21 @@ class Work:
     held: Tree
     action: Kind
     cell: Cell
+
+    def part_of(self, carried: Carried, layers: Sequence[int]) -> Carried:
+        """Leaves of known residuals only those that some layers of the action read or write."""
+        fixed, residuals = self.fixed, {}
+        for name, buffers in carried.residuals.items():
+            if name in RESIDUALS_OF[self.action] or name not in fixed.known_slots:
+                slot = getattr(self.cell, name)
+                residuals[name] = fixed.residuals[name].part(buffers, slot, layers)
+        return carried.but(residuals=residuals)
+
+    def with_part(self, carried: Carried, part: Carried) -> Carried:
+        """A copy of ``part`` with the residuals that `part_of` has left out."""
+        before, kept = carried.residuals, self.fixed.residuals
+        new = {name: kept[name].with_part(before[name], w) for name, w in part.residuals.items()}
+        return part.but(residuals=before | new)
 
     def of_layer(self, chunk: Index, layer: Index, kind: LayerKind) -> LayerWork:
         """The part of a layer of this kind, counted within its chunk."""

@@ -21,6 +21,7 @@ from jax import lax
 from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
+from jaxpipe.runtime.layout.layer_layout import Body
 from jaxpipe.runtime.tick.fixed import (
     CARRY,
     CARRY_GRADIENT,
@@ -146,11 +147,6 @@ def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
     make a stage that has nothing to send wait for one that has.
     """
 
-    def body(chunk: Index, layer: Index, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
-        carried = _run_layer(work, chunk, layer, rest.but(gradients=sums))
-        carried, messages = tie(carried.but(messages={}), carried.messages)
-        return carried.gradients, carried.but(gradients=None, messages=messages)
-
     lo, hi, stamps = jnp.int32(0), work.cell.layers, work.fixed.setup.stamps
     stamped = work.action, work.cell, work.fixed.axes
     if stamps is not None:
@@ -163,12 +159,59 @@ def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
     sums, rest = carried.gradients, carried.but(gradients=None)
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
-        sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
+        if work.fixed.knows_chunks:
+            sums, rest = _run_chunks(work, lo < hi, sums, rest, down=down)
+        else:
+            body = _layer_body(work)
+            sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     if stamps is not None:
         came = stamps.take(*stamped, (rest.messages, sums))
         device = lax.axis_index(work.fixed.axes.names)
         rest = rest.but(messages=after(came, rest.messages, device))
     return rest.but(gradients=sums)
+
+
+def _layer_body(work: Work) -> Body:
+    """The body of a loop over layers, which carries gradient sums and all else that is carried."""
+
+    def body(chunk: Index, layer: Index, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
+        carried = _run_layer(work, chunk, layer, rest.but(gradients=sums))
+        carried, messages = tie(carried.but(messages={}), carried.messages)
+        return carried.gradients, carried.but(gradients=None, messages=messages)
+
+    return body
+
+
+def _run_chunks(
+    work: Work, may_run: Index, sums: Arrays, rest: Carried, *, down: bool
+) -> tuple[Arrays, Carried]:
+    """Runs a cell whose place the program knows: one loop for every chunk that it may be, and for
+    every slot that it may use, of which one runs, or none."""
+    fixed = work.fixed
+    fields = fixed.fields(work.action, fixed.known_slots)
+    for given in fixed.table.cells(work.action, fields):
+        chunk = given["chunk"], given["layers"]
+        matches = (getattr(work.cell, field) == number for field, number in given.items())
+        known = dataclasses.replace(work, cell=dataclasses.replace(work.cell, **given))
+
+        def body(
+            chunk: int, layer: int, sums: Arrays, rest: Carried, work: Work = known
+        ) -> tuple[Arrays, Carried]:
+            part = work.part_of(rest, [layer])
+            sums, part = _layer_body(work)(chunk, layer, sums, part)
+            return sums, work.with_part(rest, part)
+
+        with jax.named_scope("_".join(f"{field}{number}" for field, number in given.items())):
+            sums, part = fixed.params.run_chunk(
+                chunk,
+                functools.reduce(jnp.logical_and, matches, may_run),
+                body,
+                sums,
+                known.part_of(rest, range(given["layers"])),
+                down=down,
+            )
+        rest = known.with_part(rest, part)
+    return sums, rest
 
 
 def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carried:

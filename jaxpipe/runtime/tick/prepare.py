@@ -1,5 +1,6 @@
 """Prepares a run: follows the activations through the layers, and checks embedding and head."""
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from jaxpipe.runtime.layers.jaxprs import collectives, read_leaves
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layers.model import output_shapes
 from jaxpipe.runtime.layers.split import split_layer
-from jaxpipe.runtime.layout.buffers import SharedBuffers
+from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.tick.fixed import (
@@ -46,6 +47,10 @@ from jaxpipe.runtime.types import (
     Tree,
 )
 from jaxpipe.schedule.problems import refuse
+
+_MOST_COPIES = 300
+"""Largest number of layers in the loops of a program that knows slots; each takes 0.3 s to
+compile. See docs/design/001-executor.md."""
 
 
 def fix(
@@ -96,24 +101,54 @@ def fix(
         layers,
         first_layer=jnp.asarray(rows[:, :, 0])[stage],
         kind_of=jnp.asarray(kind_of)[stage],
-        residuals={
-            name: SharedBuffers(
-                values,
-                kind_of,
-                tiled=setup.tiled,
-                on_host=name in RESIDUALS_OF_F and setup.options.residuals == "host",
-            )
-            for name, values in _left_behind(layers, setup).items()
-        },
+        residuals={},
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1), tiled=setup.tiled),
         collector=collector,
         weight=weight,
     )
+    fixed = dataclasses.replace(fixed, residuals=_buffers(fixed, kind_of))
     if not setup.table.together:
         refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
     if setup.trains:
         _warn_of_unread(fixed, outer, params, trained, rows_of_one, rng)
     return fixed
+
+
+def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | KnownSlots]:
+    """Makes the buffers of what layers leave behind, by name.
+
+    Args:
+      kind_of: as for `SharedBuffers`.
+    """
+    setup, buffers = fixed.setup, dict[str, SharedBuffers | KnownSlots]()
+    on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
+    alike = fixed.knows_chunks and len(fixed.layers.kinds) == 1
+    known = _known(fixed) if alike and not on_host else ()
+    for name, values in _left_behind(fixed.layers, setup).items():
+        if name in known:
+            buffers[name] = KnownSlots(values[0], kind_of.shape[2], tiled=setup.tiled)
+        else:
+            buffers[name] = SharedBuffers(
+                values, kind_of, tiled=setup.tiled, on_host=name in on_host
+            )
+    return buffers
+
+
+def _known(fixed: Fixed) -> tuple[str, ...]:
+    """Chooses the residuals whose slots the program knows: all, or what goes from B to W, which is
+    most of what is copied in place of them, or none."""
+
+    def copies(known: tuple[str, ...]) -> int:
+        """Counts the layers in the loops of all bodies of ticks."""
+        return sum(
+            cell["layers"]
+            for parts in fixed.bodies[0]
+            for kind in filter(parts.has, fixed.table.passes)
+            for cell in fixed.table.cells(kind, fixed.fields(kind, known))
+        )
+
+    choices = RESIDUALS, RESIDUALS[-1:]
+    return next((known for known in choices if copies(known) <= _MOST_COPIES), ())
 
 
 def _left_behind(layers: Layers, setup: Setup) -> dict[str, list[Sequence[Shapes]]]:
