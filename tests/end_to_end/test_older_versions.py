@@ -34,10 +34,11 @@ def test_a_run_of_an_older_version_resumes_from_its_file_as_if_nothing_had_chang
         assert (
             new.keys() - {"speed", "goodput", "seconds", "unix_time"} == old.keys()
         )  # reported since
-        # The old version drew the masks of a held-out row by its place in a batch.
-        assert new["eval_loss"] == pytest.approx(old.pop("eval_loss"), rel=0.05)
         for name, value in old.items():  # another machine may round otherwise
-            assert new[name] == pytest.approx(value, rel=1e-4), name
+            # The old version drew the masks of a held-out row by its place in a batch.
+            assert new[name] == pytest.approx(value, rel=0.05 if name == "eval_loss" else 1e-4), (
+                name
+            )
     text = (run / "config.yaml").read_text()
     assert "model:\n  vocab_size: 303\n" in text
     assert "bert:" not in text
