@@ -411,8 +411,10 @@ def test_what_is_no_state_or_batch_and_an_embedding_that_reads_the_head_are_refu
     six = {"inputs": np.zeros((6, 3))}
     assert "Nearest valid: 4, 8" in refusal(carried, make(microbatches=4), six)
     start = params(layers=2, tied=False)
-    reads_head = dataclasses.replace(
-        model(start), embed=lambda outer, batch, _: batch["inputs"] @ outer["head"]["readout"].T
-    )
+
+    def embed(outer, batch, rng):
+        return batch["inputs"] @ (outer["embed"]["table"] + outer["head"]["readout"].T)
+
+    reads_head = dataclasses.replace(model(start), embed=embed)
     pipe = jaxpipe.Pipeline(reads_head, start, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
     assert "belong to params" in refusal(carried, AsyncPipeline(pipe, SGD), ROWS)

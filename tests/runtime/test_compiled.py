@@ -303,6 +303,7 @@ def writes_in_slots(program: HloProgram) -> list[str]:
 
 
 def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     given = {"weights": "unrolled", "config": ONE_LAYER, "data": 1}
 
     def writes() -> list[str]:
@@ -314,7 +315,8 @@ def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
     assert writes()
 
 
-def test_slots_are_known_while_the_program_does_not_grow_too_large():
+def test_slots_are_known_while_the_program_does_not_grow_too_large(monkeypatch):
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     for microbatches, arrays in ((8, 3 * 8), (52, 1)):
         pipe = make_pipeline("gpipe", "full", 0, weights="unrolled", microbatches=microbatches)
         # A layer keeps its input: an array for every slot and layer, or one for all.

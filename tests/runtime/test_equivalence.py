@@ -42,7 +42,7 @@ CASES = [
       "late": True}),
     ("untied", "dualpipe-v", {"stage": 2, "data": 2}, {"zero": 3, "remat": "full"}),
     ("ends", "interleaved", {"stage": 2, "data": 2},
-     {"zero": 2, "remat": "dots", "weights": "unrolled"}),
+     {"zero": 2, "remat": "dots", "weights": "unrolled", "late": True}),
     ("uneven", "1f1b", {"stage": 4, "data": 2},
      {"zero": 3, "layer_counts": (1, 4, 2, 1), "keyed": True, "residuals": "host", "tiles": True}),
     ("stateful", "zb-v", REPLICAS, {"zero": 3, "remat": "full"}),
@@ -51,7 +51,7 @@ CASES = [
      {"zero": 3, "remat": "dots", "microbatches": 3}),
     ("mixture stateful", "breadth-first-fused", {"stage": 2},
      {"microbatches": 3, "together": True}),
-    ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled"}),
+    ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled", "late": True}),
     ("split ends", "1f1b-fused", {"stage": 2}, {}),
     ("untied", PACED, {"stage": 4}, {"microbatches": 6, "late": True}),
 ]
@@ -78,7 +78,8 @@ SLOW = [
 )
 def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, options, monkeypatch):
     """Devices with tiles keep values of one kind of layers in their shapes, as TPUs do; messages
-    are late where devices transfer while they compute, as GPUs do."""
+    are late where devices transfer while they compute, as GPUs do, and there unrolled programs know
+    the slots of what layers keep."""
     changes = {"together", "tiles", "late"} & options.keys()
     options = {key: value for key, value in options.items() if key not in changes}
     if "together" in changes:

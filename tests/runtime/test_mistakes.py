@@ -89,7 +89,7 @@ def mean(*arguments):
 
 
 def drops(w, x, batch, rng):
-    return jnp.where(jax.random.bernoulli(rng, 0.5, x.shape), x, 0)
+    return jnp.where(jax.random.bernoulli(rng, 0.5, x.shape), x @ w["kernel"] + w["bias"], 0)
 
 
 class Linen(linen.Module):

@@ -221,9 +221,13 @@ class Fixed:
     @property
     def knows_chunks(self) -> bool:
         """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled:
-        where rows have arrays of their own, unless pairs leave a part of a chunk to run."""
-        in_table = self.setup.cells_in_table
-        return in_table and self.params.own_arrays and not self.pairs
+        on GPUs, where rows have arrays of their own, unless pairs leave a part of a chunk to run.
+
+        XLA for CPUs gains nothing, and keeps what several layers of a chunk compute.
+        """
+        setup = self.setup
+        on_gpu = setup.overlaps and not setup.tiled
+        return on_gpu and setup.cells_in_table and self.params.own_arrays and not self.pairs
 
     def fields(self, kind: Kind, known: Collection[str]) -> tuple[str, ...]:
         """Names the fields of a kind's cells that the program knows, if it knows these slots."""
