@@ -50,7 +50,9 @@ def listen(host: str = "", port: int = 0) -> socket.socket:
     """
     dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=dual)
+    server = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=dual)
+    server.settimeout(_PAUSE_SECONDS)
+    return server
 
 
 def call(address: Address, token: bytes, message: bytes, *, seconds: float) -> Connection:
@@ -87,11 +89,10 @@ def serve(
       token: what a caller must show; all others are cut off.
       answer: reads and answers the message of a call, and closes it or keeps it. Errors of the
         connection and of what it sends end this call alone.
-      is_over: asked several times a second.
+      is_over: asked several times a second; a closed server ends it, too.
     """
     strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-    server.settimeout(_PAUSE_SECONDS)
-    while not is_over():
+    while not is_over() and server.fileno() >= 0:
         if not strangers.acquire(timeout=_PAUSE_SECONDS):
             continue
         try:

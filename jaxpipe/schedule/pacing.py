@@ -25,6 +25,8 @@ _PACED_ACTIONS = 100_000
 """Number of actions that are timed to pace one order: a third of a second."""
 _WORTH = 0.002
 """Share of the time for which no further ticks are taken: each is a turn of the program's loop."""
+_MOST_CELLS = 2_000_000
+"""Ticks times stages beyond which an order is not timed and keeps its ticks."""
 _ROUNDING = 1e-9
 
 
@@ -38,11 +40,14 @@ def soonest_on_devices(
       costs: costs of one chunk; or, if chunks differ, of every virtual stage.
 
     Returns:
-      The schedule, with its ticks, and when it ends.
+      The schedule, with its ticks, and when it ends; infinity if all are too long to be timed.
     """
     best, ends = None, math.inf
     for schedule in schedules:
         units = _Units(schedule, costs)
+        if max(units.given) * schedule.num_stages > _MOST_CELLS:
+            best = best or schedule
+            continue
         paces = [(units.makespan(pace), max(pace), pace) for pace in units.paces()]
         enough = min(end for end, *_ in paces) * (1 + _WORTH)
         end, _, pace = min((one for one in paces if one[0] <= enough), key=lambda one: one[1])

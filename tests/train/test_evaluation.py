@@ -8,10 +8,10 @@ from tiny_tasks import config
 
 from jaxpipe import unpipelined
 from train import evaluation
+from train.data.folder import ANSWER, BEGIN, PROMPT
 from train.data.masked_lm import MaskedWindows
 from train.data.packing import Packed
 from train.data.stream import heldout_batches
-from train.data.text import ANSWER, BEGIN, PROMPT
 from train.step import Setup
 
 ROWS = 16
