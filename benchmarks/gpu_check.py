@@ -66,7 +66,7 @@ _OPTIONS = {
 
 Row = dict[str, Any]
 Run = tuple[str, Callable[[], Row]]
-"""What is timed, and what times it."""
+"""A row's name, and the function that times it."""
 
 
 class Stage(NamedTuple):

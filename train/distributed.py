@@ -45,7 +45,7 @@ _TAKEN: Literal["taken"] = "taken"
 _ANSWER: pydantic.TypeAdapter[list[int] | Literal["taken"]] = pydantic.TypeAdapter(
     list[int] | Literal["taken"]
 )
-"""What process 0 answers: the numbers that have not come, or that a process's own has already."""
+"""The answer of process 0: the numbers that have not come, or that a number is taken."""
 _LONGEST_NUMBER, _LONGEST_ANSWER = 1 << 4, 1 << 20
 _TEXT_BYTES = 64
 

@@ -105,7 +105,7 @@ _MESSAGE: pydantic.TypeAdapter[_Message] = pydantic.TypeAdapter(
 _ANSWER: pydantic.TypeAdapter[_Decision | str] = pydantic.TypeAdapter(_Decision | str)
 """The decision, or why they cannot go on."""
 _HEARD = b"heard"
-"""What a hello is answered with at once: a frozen process answers nothing."""
+"""The immediate answer to a hello: a frozen process answers nothing."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which level of ZeRO runs."""
+"""The level of ZeRO that runs."""
 
 
 def zero_level(asked: int, parts: int) -> int:

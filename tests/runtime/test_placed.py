@@ -18,7 +18,7 @@ from jaxpipe import measure
 ADAM = optax.adam(0.1)
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "breadth-first", "hanayo", "zb-v", "v-min", "auto")
 IN_ORDER, FOLDED = "layers 0, 1, 2, 3", "layers 0, 1, 6, 7"
-"""What 1F1B and ZB-V give the first of two stages."""
+"""The layers that 1F1B and ZB-V give the first of two stages."""
 
 
 @functools.cache

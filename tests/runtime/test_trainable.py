@@ -125,7 +125,7 @@ def biased(w, x, batch, rng):
     ],
 )
 def test_trained_parameters_that_the_loss_does_not_read_are_named(layer, trainable, named):
-    """What a metric alone reads is not read; a stopped gradient is deliberate."""
+    """Parameters that only a metric reads are named; a stopped gradient is deliberate."""
     tree = {"kernel": jnp.ones((3, 3)), "bias": jnp.ones(3)}
     layers = (tree, tree) if isinstance(layer, tuple) else jax.tree.map(lambda w: w[None], tree)
     params = {

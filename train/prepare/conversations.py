@@ -151,7 +151,7 @@ class ChatTemplate:
             )
         except MemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # a stranger's program: anything may fail
             raise ValueError(f"the chat template refuses it: {error}") from error
         if len(text) > MOST_CHARACTERS:
             raise ValueError(

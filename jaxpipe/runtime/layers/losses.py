@@ -203,8 +203,8 @@ def values(result: Tree) -> Tree:
 
 
 def totals(result: Tree, num_rows: int) -> Tree:
-    """What is `reduced`, so that batches of any number of rows can be added up: means weigh as much
-    as their rows."""
+    """Makes the results of `reduced` addable over batches of any number of rows: means weigh as
+    much as their rows."""
 
     def weighted(node: Tree) -> Tree:
         return node if _has_rule(node) else Weighted(node * num_rows, jnp.float32(num_rows))

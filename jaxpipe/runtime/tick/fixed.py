@@ -72,7 +72,7 @@ RESIDUALS_OF = {
     Kind.BW: RESIDUALS_OF_F,
     Kind.W: ("until_w", "crossing"),
 }
-"""Those that an action reads or writes."""
+"""Names of the residuals that an action reads or writes."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
 """Values that it hands from slice to slice of a sequence, and their cotangents."""
 
