@@ -10,7 +10,6 @@ from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
 
 import pytest
-from mypy import api
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -49,8 +48,9 @@ def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path):
     probe = tmp_path / "probe.py"
     lines = ["import jaxpipe", *(f"jaxpipe.{name}" for name in [*jaxpipe.__all__, "Pipelin"])]
     probe.write_text("\n".join(lines))
-    options = ["--follow-imports=skip", f"--cache-dir={os.devnull}"]
-    found, _, _ = api.run([*options, str(TOP / "jaxpipe/__init__.py"), str(probe)])
+    command = [sys.executable, "-m", "mypy", "--follow-imports=skip", f"--cache-dir={os.devnull}"]
+    command += [str(TOP / "jaxpipe/__init__.py"), str(probe)]
+    found = subprocess.run(command, capture_output=True, text=True).stdout
     assert f'probe.py:{len(lines)}: error: Module has no attribute "Pipelin"' in found
     assert "Found 1 error" in found
 
