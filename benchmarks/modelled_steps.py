@@ -146,8 +146,8 @@ def modelled(pipe: jaxpipe.Pipeline, step: jax.stages.Compiled, config: gpt.GPTC
     rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
     roofline, bodies = rooflines[0], program.tick_bodies()
     table, stages = pipe.table, range(pipe.schedule.num_stages)
-    moves = {"gathers": pipe.options.zero == 3, "reduces": pipe.axes.num_shards(pipe.mesh) > 1}
-    names = [parts.name for parts in table.parts(**moves)]
+    gathers, reduces = pipe.options.zero.shards_weights, pipe.axes.num_shards(pipe.mesh) > 1
+    names = [parts.name for parts in table.parts(gathers=gathers, reduces=reduces)]
 
     @functools.cache
     def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...]) -> Spent:

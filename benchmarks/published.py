@@ -41,6 +41,7 @@ from jaxpipe.planning.cost import Prediction, kernel_seconds
 from jaxpipe.planning.plans import NOTHING, PlacedPlan, Plan, who_computes_ends
 from jaxpipe.planning.search import Goal, fits, predicted, search
 from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.runtime.zero import Zero
 
 PAGE = FOLDER.parent / "docs" / "published.md"
 MOST_SHARING = 16
@@ -77,7 +78,7 @@ def own_prediction(run: Run, rates: Rates) -> Prediction:
             plan = Plan(
                 stage=run.stages, data=run.data, context=run.context, tensor=run.tensor,
                 replica=1, schedule=run.schedule.replace("zb-2p", "zb-h2"), chunks=chunks,
-                microbatches=run.microbatches, rows=run.rows, remat=remat, zero=zero,
+                microbatches=run.microbatches, rows=run.rows, remat=remat, zero=Zero(zero),
                 weight_slots=min(zero or 1, chunks), weights="unrolled", ends=ends,
             )  # fmt: skip
             made.append(predicted(PlacedPlan(plan, model, cluster_of(run, rates))))

@@ -15,6 +15,7 @@ from jaxpipe.runtime.mesh import axes_across_hosts as axes_across_hosts
 from jaxpipe.runtime.mesh import make_mesh as make_mesh
 from jaxpipe.runtime.new_params import init_params as init_params
 from jaxpipe.runtime.new_params import load_params as load_params
+from jaxpipe.runtime.options import Options as Options
 from jaxpipe.runtime.pipeline import Pipeline as Pipeline
 
 # XLA's threads start with the first array, which may come before a mesh.

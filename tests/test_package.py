@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from packaging.requirements import Requirement
@@ -15,6 +16,8 @@ from packaging.utils import canonicalize_name
 
 import jaxpipe
 from jaxpipe.cli import main
+from jaxpipe.runtime.options import Arguments, Options
+from jaxpipe.runtime.zero import Zero
 
 TOP = Path(__file__).parents[1]
 SHOW = "show zb-v --stages 2 --microbatches 4"
@@ -42,6 +45,17 @@ def test_every_public_name_is_there():
         assert name in dir(jaxpipe)
     with pytest.raises(AttributeError, match="no attribute 'Pipelines'"):
         jaxpipe.Pipelines  # noqa: B018  (the access is what is tested)
+
+
+def test_type_checkers_know_the_options_of_a_pipeline():
+    given = get_type_hints(Arguments)
+    declared = get_type_hints(Options)
+    assert list(given) == list(declared)
+    assert given | {"zero": Zero} == declared
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rematt'"):
+        jaxpipe.Pipeline(
+            None, None, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), rematt="full"
+        )
 
 
 def test_a_type_checker_knows_the_public_names_and_no_others(tmp_path):

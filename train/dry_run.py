@@ -69,7 +69,7 @@ def run(config: Config) -> None:
         show_step(console, setup)
         if config.pipeline.update == "chunk":
             _show_updates(console, setup)
-        if setup.pipe.options.zero >= 2:
+        if setup.pipe.options.zero.shards_gradients:
             _show_transfers(console, setup)
     say(console, "dry run: nothing was trained or written")
 
@@ -132,8 +132,8 @@ def _show_transfers(console: Console, setup: Setup) -> None:
     """Shows how often chunks are gathered and reduced over data, from ZeRO-2 on."""
     table, zero = setup.pipe.table, setup.pipe.options.zero
     gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
-    gathers = f"gathers up to {gathered} chunks of weights and " if zero == 3 else ""
-    kept = max(table.gathers.num_slots if zero == 3 else 0, table.reduces.num_slots)
+    gathers = f"gathers up to {gathered} chunks of weights and " if zero.shards_weights else ""
+    kept = max(table.gathers.num_slots if zero.shards_weights else 0, table.reduces.num_slots)
     say(
         console,
         f"data axis, ZeRO-{zero}: in a step a stage {gathers}reduces up to {reduced} of gradients; "

@@ -103,7 +103,7 @@ class Planned:
         axes = ("stage", "data", "replica", "expert", "context", "tensor")
         mesh = {name: getattr(plan, name) for name in axes}
         pipeline = _chosen(plan) | {
-            "zero": plan.zero,
+            "zero": int(plan.zero),
             "weights": plan.weights,
             "weight_slots": plan.weight_slots,
             "residuals": "host" if plan.on_host.residuals else "device",
@@ -157,7 +157,7 @@ class Planned:
         def allowed(plan: Plan) -> bool:
             mesh = plan.stage, plan.data, plan.replica, plan.context, plan.tensor, plan.expert
             zero = plan.level(config.pipeline.zero)
-            fewer = min(slots, plan.chunks) if zero >= 2 else 1
+            fewer = min(slots, plan.chunks) if zero.shards_gradients else 1
             enough = plan.microbatches > 1 or not config.train.noise_every
             return enough and (mesh, plan.zero, plan.weight_slots) == (own, zero, fewer)
 

@@ -155,11 +155,12 @@ def in_words(plan: Plan) -> str:
     """A plan as the tables of the pages have it.
 
     Example:
-      >>> in_words(Plan(8, 2, 1, 4, 1, "1f1b-fused", 1, 16, 2, "full", 1, 1, "stacked"))
+      >>> from jaxpipe.runtime.zero import Zero
+      >>> in_words(Plan(8, 2, 1, 4, 1, "1f1b-fused", 1, 16, 2, "full", Zero(1), 1, "stacked"))
       '8 x 2 x 4, m=16 x 2, full, ZeRO-1'
     """
     chunks = f", v={plan.chunks}" if plan.chunks > 1 and plan.stage > 1 else ""
-    zero = f", ZeRO-{plan.zero}" if plan.zero else ""
+    zero = f", ZeRO-{plan.zero}" if plan.zero.shards_state else ""
     return (
         f"{plan.stage} x {plan.data} x {plan.tensor}{chunks}, m={plan.microbatches} x {plan.rows}, "
         f"{plan.remat}{zero}"

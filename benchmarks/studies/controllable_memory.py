@@ -20,6 +20,7 @@ from benchmarks.studies import common
 from jaxpipe.planning import cost, devices
 from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
@@ -86,7 +87,8 @@ def of_layer(model: ModelSizes, stages: int) -> Costs:
     """A stage's traced costs on the device, relative to its F."""
     plan = Plan(
         stage=stages, data=1, context=1, tensor=1, replica=1, schedule="1f1b-fused", chunks=1,
-        microbatches=stages, rows=1, remat="none", zero=0, weight_slots=1, weights="unrolled",
+        microbatches=stages, rows=1, remat="none", zero=Zero.NOTHING,
+        weight_slots=1, weights="unrolled",
     )  # fmt: skip
     placed = PlacedPlan(plan, model, devices.cluster(DEVICE, stages, link=LINK))
     layer, layers = cost.layer_costs(placed), model.num_layers / stages

@@ -22,6 +22,7 @@ from benchmarks.studies import chimera, common
 from jaxpipe.planning import cost, devices
 from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.simulate import UNIT, simulate
@@ -114,7 +115,8 @@ def choices(
             continue
         plan = Plan(
             stage=p, data=data, context=1, tensor=1, replica=1, schedule=name, chunks=chunks,
-            microbatches=m, rows=rows, remat="none", zero=0, weight_slots=1, weights="unrolled",
+            microbatches=m, rows=rows, remat="none", zero=Zero.NOTHING,
+            weight_slots=1, weights="unrolled",
         )  # fmt: skip
         yield PlacedPlan(plan, model, cluster)
 

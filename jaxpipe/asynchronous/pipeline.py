@@ -282,7 +282,7 @@ class AsyncPipeline:
             weights = run.newest_weights(self._setup, self._rules, state)
             return Placed(with_stages(weights), self._layout.layers.order)
 
-        out_specs = self._layout.specs(sharded=self.pipe.options.zero == 3)
+        out_specs = self._layout.specs(sharded=self.pipe.options.zero.shards_weights)
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
@@ -383,13 +383,13 @@ class AsyncPipeline:
     def _specs(self) -> dict[str, Tree]:
         """Partition specs of the state by key; `AsyncState` says where else a new key belongs."""
         zero, axes = self.pipe.options.zero, self.pipe.axes
-        weights = self._layout.specs(sharded=zero == 3)
+        weights = self._layout.specs(sharded=zero.shards_weights)
         states = self._rules.optimizer.state.components
         versions = jax.tree.map(lambda spec: P(None, *spec), outer_of(weights))
         return {
             "weights": weights | versions,
             "delta": {name: weights[name] for name in self._rules.corrected},
-            "owned": jax.tree.leaves([state.specs(sharded=zero >= 1) for state in states]),
+            "owned": jax.tree.leaves([state.specs(sharded=zero.shards_state) for state in states]),
             "rest": {"layers": P(axes.stage), "embed": P(), "head": P()},
             "states": P(axes.stage),
             "recent": {"rows": P(None, axes.data), "rng": P()},

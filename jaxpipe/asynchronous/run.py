@@ -246,7 +246,7 @@ def _outer(setup: Setup, own: AsyncState) -> OuterParams:
     """A version of embedding and head, whole."""
     outer = {name: jax.tree.map(lambda w: w[0], own["weights"][name]) for name in ("embed", "head")}
     layout = setup.layout
-    return gather(outer, layout.outer, layout.axes) if setup.options.zero == 3 else outer
+    return gather(outer, layout.outer, layout.axes) if setup.options.zero.shards_weights else outer
 
 
 # The state between calls.

@@ -137,7 +137,7 @@ class Versioned(WeightSource):
             if work.action is Kind.R:
                 tau -= self.rules.steady.mean_recompute_delay(part)
             weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
-        if work.fixed.setup.options.zero == 3:
+        if work.fixed.setup.options.zero.shards_weights:
             weights = gather(weights, work.leaves, work.fixed.axes)
         return [weights]
 
@@ -150,7 +150,7 @@ class Versioned(WeightSource):
             (embed, delta), value = tie((outer["embed"], held.delta["embed"]), value)
             tau = self.rules.steady.mean_delay(self.rules.steady.embed)
             outer["embed"] = _corrected(embed, delta, tau)
-        if fixed.setup.options.zero == 3:
+        if fixed.setup.options.zero.shards_weights:
             outer, value = tie(outer, value)
             outer = gather(outer, fixed.setup.layout.outer, fixed.axes)
         return outer, value
@@ -202,7 +202,7 @@ class Updated(GradientSink):
         return self.steady.num_sums(tied=self.tied)
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
-        placed, sharded = fixed.params.placed, fixed.setup.options.zero >= 2
+        placed, sharded = fixed.params.placed, fixed.setup.options.zero.shards_gradients
         sums = jax.tree.map(lambda leaf: leaf.summed.struct(sharded=sharded), placed)
         shapes, slots = {"gradients": sums}, self.steady.input_slots
         if slots:
@@ -221,7 +221,7 @@ class Updated(GradientSink):
     def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
         zero, starts = work.fixed.setup.options.zero, self._starts(work.cell.microbatch)
         stored = widened(stored)
-        if zero >= 2:  # sums are split, and never at rest: one reduction per microbatch
+        if zero.shards_gradients:  # sums are split, and never at rest: one reduction per microbatch
             stored = reduce_gradients(stored, work.leaves, work.fixed.axes, zero=zero)
         return work.fixed.params.update(
             sums, work.place(), stored, lambda old, new: jnp.where(starts, new, old + new)
@@ -318,7 +318,7 @@ class Updated(GradientSink):
     def _finished(self, fixed: Fixed, sums: Gradients, name: str) -> Gradients:
         """A part's gradient, reduced over data; split over it from ZeRO-1 on."""
         leaves, zero = _placed(fixed, name), fixed.setup.options.zero
-        if name != "layers" or zero < 2:
+        if name != "layers" or not zero.shards_gradients:
             sums = reduce_gradients(sums, leaves, fixed.axes, zero=zero)
         return rounded(sums, leaves)
 
@@ -399,7 +399,7 @@ class Updated(GradientSink):
 
         def square(leaf: Leaf, g: jax.Array) -> jax.Array:
             total = jnp.sum(jnp.square(g.astype(jnp.float32)))
-            if fixed.setup.options.zero >= 1 and leaf.data_dim is not None:
+            if fixed.setup.options.zero.shards_state and leaf.data_dim is not None:
                 total = lax.psum(total, fixed.axes.split)
             return total if leaf.stage_dim is None else lax.psum(total, fixed.axes.stage)
 

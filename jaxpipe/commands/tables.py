@@ -33,7 +33,7 @@ from jaxpipe.planning.plans import (
 )
 from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
-from jaxpipe.runtime.zero import zero_level
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import timelines
 from jaxpipe.schedule.partition import cut_layers
@@ -141,7 +141,7 @@ def of_schedules(
     count = stages * on.data * on.context * on.tensor
     attained = cluster(find(on.device), count, link=on.link)
     devices = dataclasses.replace(attained, exposed=on.exposed)
-    zero = zero_level(on.zero, on.data // on.replica)
+    zero = Zero(on.zero).over(on.data // on.replica)
     few = model.num_layers <= UNROLLED_LAYERS * stages
     shape: dict[str, Any] = {
         "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
@@ -157,7 +157,7 @@ def of_schedules(
         default = entries[name].default_chunks if name in entries else 1
         chunks, slices = given.get("chunks", default), given.get("slices", 1)
         refuse(on.uncounted(model, slices))
-        slots = 2 if zero >= 2 and chunks > 1 else 1
+        slots = 2 if zero.shards_gradients and chunks > 1 else 1
         plan = Plan(schedule=name, chunks=chunks, weight_slots=slots, slices=slices, **shape)
         if stages * chunks > model.num_layers:
             reasons[name] = f"{stages * chunks} chunks need as many layers"

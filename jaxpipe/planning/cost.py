@@ -120,7 +120,7 @@ def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
         weight_slots=min(plan.weight_slots, plan.chunks),
         own_slots=plan.weights == "unrolled",
         shares=placed.shares if plan.weight_slots > 1 else 0,
-        sums_in_slots=plan.zero >= 2,
+        sums_in_slots=plan.zero.shards_gradients,
         together=not plan.ends,
         head_layers=placed.head_layers,
         slices=plan.slices,
@@ -188,13 +188,13 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     plan, model = placed.plan, placed.model
     layers, outer = placed.layers_per_chunk, placed.outer_parameters
     chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
-    kept = placed.updated_parameters if plan.zero == 3 else stage + placed.outer_kept
+    kept = placed.updated_parameters if plan.zero.shards_weights else stage + placed.outer_kept
     copies = stage if placed.read_bytes != model.parameter_bytes else 0.0
-    if plan.zero == 3:
+    if plan.zero.shards_weights:
         copies = slots["gathers"] * chunk
-    gathered_outer = outer if plan.zero == 3 or plan.ends else 0.0
-    sums = slots["reduces"] * chunk if plan.zero >= 2 else stage
-    reduced = placed.stage_part if plan.zero else 0.0
+    gathered_outer = outer if plan.zero.shards_weights or plan.ends else 0.0
+    sums = slots["reduces"] * chunk if plan.zero.shards_gradients else stage
+    reduced = placed.stage_part if plan.zero.shards_state else 0.0
     inboxes = (slots["x"] + slots["dy"] + slots["sent"]) * placed.sizes.message.at(plan.rows)
     parts = {
         "parameters": model.parameter_bytes * kept,
@@ -219,10 +219,10 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
 def _moving_bytes(placed: PlacedPlan, slots: Slots) -> float:
     """Counts the bytes of layers on their way over data: whole, and as this device's part."""
     plan, both = placed.plan, placed.layer_parameters + placed.layer_part
-    gathering = slots["gathering"] * both * placed.read_bytes if plan.zero == 3 else 0.0
+    gathering = slots["gathering"] * both * placed.read_bytes if plan.zero.shards_weights else 0.0
     reducing = 0.0
     if plan.data * plan.context > 1:
-        elements = both if plan.zero else placed.layer_parameters
+        elements = both if plan.zero.shards_state else placed.layer_parameters
         reducing = slots["reducing"] * elements * MASTER_BYTES
     return gathering + reducing
 
@@ -436,9 +436,9 @@ def transfer(placed: PlacedPlan) -> LayerTransfer:
     plan, size, part = placed.plan, placed.layer_parameters, placed.layer_part
     latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
     gather = 0.0
-    if plan.zero == 3:
+    if plan.zero.shards_weights:
         gather = latency + (size - part) * placed.read_bytes / placed.data_link
-    times = 1 if plan.zero else 2  # a sum scatters and gathers
+    times = 1 if plan.zero.shards_state else 2  # a sum scatters and gathers
     reduce = times * (latency + MASTER_BYTES * (size - part) / placed.data_link)
     return LayerTransfer(gather, reduce + _among_copies(placed, size, part))
 
@@ -446,7 +446,7 @@ def transfer(placed: PlacedPlan) -> LayerTransfer:
 def _among_copies(placed: PlacedPlan, size: float, part: float) -> float:
     """Times the sum of data shards' gradients over replicas and context."""
     plan = placed.plan
-    own = MASTER_BYTES * (part if plan.zero else size)
+    own = MASTER_BYTES * (part if plan.zero.shards_state else size)
     seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
     return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
 
@@ -530,8 +530,8 @@ def _outer_transfer(placed: PlacedPlan) -> float:
     (over data with ZeRO-3), reduced after it."""
     plan, size, kept = placed.plan, placed.model.parameter_bytes, placed.outer_kept
     part = kept / plan.parts
-    gathered = size * (kept - part) if plan.zero == 3 else 0.0
-    reduced = (1 if plan.zero else 2) * MASTER_BYTES * (kept - part)
+    gathered = size * (kept - part) if plan.zero.shards_weights else 0.0
+    reduced = (1 if plan.zero.shards_state else 2) * MASTER_BYTES * (kept - part)
     over_stages = (size + MASTER_BYTES) * (placed.outer_parameters - kept) / placed.stage_link
     over_data = (gathered + reduced) / placed.data_link
     return over_data + over_stages + _among_copies(placed, kept, part)
@@ -546,10 +546,10 @@ def _update(placed: PlacedPlan) -> float:
     seconds = moved / cluster.bandwidth
     if plan.on_host.state:  # there and back, while nothing runs
         seconds += 2 * placed.optimizer_bytes / cluster.bus
-    if plan.zero < 3 and placed.read_bytes != model.parameter_bytes:
+    if not plan.zero.shards_weights and placed.read_bytes != model.parameter_bytes:
         cast = placed.stage_parameters * (model.parameter_bytes + placed.read_bytes)
         seconds += cast / cluster.bandwidth
-    if plan.zero in (1, 2):
+    if plan.zero.shards_state and not plan.zero.shards_weights:
         whole = placed.stage_parameters + placed.outer_kept
         seconds += model.parameter_bytes * (whole - updated) / placed.data_link
     return seconds

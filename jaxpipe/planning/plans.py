@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
-from jaxpipe.runtime.zero import zero_level
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import Lowering
 from jaxpipe.schedule.lowering.table import TickTable
@@ -115,7 +115,7 @@ class Plan(NamedTuple):
     microbatches: int
     rows: int
     remat: str
-    zero: int
+    zero: Zero
     weight_slots: int
     weights: str
     on_host: Offload = NOTHING
@@ -153,9 +153,9 @@ class Plan(NamedTuple):
         """Number of parts into which ZeRO splits what it shards."""
         return self.data // self.replica
 
-    def level(self, asked: int) -> int:
+    def level(self, asked: int) -> Zero:
         """The level of ZeRO that runs on this mesh where another may be asked for."""
-        return zero_level(asked, self.parts)
+        return Zero(asked).over(self.parts)
 
 
 class Links(NamedTuple):
@@ -260,7 +260,7 @@ class PlacedPlan:
     @cached_property
     def updated_parameters(self) -> float:
         """Parameters that a device updates: its parts with ZeRO."""
-        if self.plan.zero:
+        if self.plan.zero.shards_state:
             return self.stage_part + self.outer_kept / self.plan.parts
         return self.stage_parameters + self.outer_kept
 
@@ -512,7 +512,8 @@ def _families(
                 excluded["layers"] += 1
                 continue
             for replica in replicas:
-                zeros = (0,) if data == 1 else (0, 1, 2, 3) if replica == 1 else (1, 2, 3)
+                levels = [Zero.NOTHING] if data == 1 else list(Zero)
+                zeros = levels if replica == 1 else levels[1:]
                 plan = functools.partial(
                     Plan,
                     stage=stage, data=data, context=context, tensor=tensor, replica=replica,
@@ -526,6 +527,6 @@ def _families(
                         cluster,
                     )
                     for host, zero in itertools.product(on_host, zeros)
-                    for slots in ((2, 1) if zero >= 2 and chunks > 1 else (1,))
+                    for slots in ((2, 1) if zero.shards_gradients and chunks > 1 else (1,))
                     for at_ends in ends
                 ]

@@ -90,7 +90,7 @@ class Assembly:
         if options.narrows:
             dtype_of = options.dtype_of
             self.compute_dtypes = [part.compute_dtypes(dtype_of) for part in self._layers]
-        place = partial(Placing, sharded=options.zero == 3, name="params")
+        place = partial(Placing, sharded=options.zero.shards_weights, name="params")
         self.params_placing = self.trained_placing = place(self.layout)
         if self.frozen:
             self.params_placing = place(WithFrozen(self.layout, self.frozen))
@@ -122,12 +122,12 @@ class Assembly:
     def _lower(self, schedule: Schedule, *, by_chunk: bool = False) -> TickTable:
         """Lowers a schedule whose gradients are used when the step has ended, or by chunk."""
         layers, at_end, slots = self._layers, not by_chunk, self.options.weight_slots
+        room_for_all = at_end and not self.options.zero.shards_gradients
         return lower(
             schedule,
             self._layer_counts,
             weight_slots=slots,
-            # Until ZeRO-2 the gradients of all chunks have room.
-            gradient_slots=schedule.num_chunks if at_end and self.options.zero < 2 else None,
+            gradient_slots=schedule.num_chunks if room_for_all else None,
             own_slots=layers[0].own_arrays,
             pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
             shares=most_shares([part.piece for part in layers]) if layers[0].in_shares else 1,
@@ -175,7 +175,9 @@ class Assembly:
 
         data = P(self.axes.data)
         collected = data if outputs else P()
-        gradients = self.layout.specs(sharded=self.options.zero >= 1) if setup.trains else None
+        gradients = (
+            self.layout.specs(sharded=self.options.zero.shards_state) if setup.trains else None
+        )
         specs = executor.Step(collected, gradients, P(self.axes.stage), data)
         return jax.jit(self.shard_map(body, self.in_specs, specs), inline=True)
 

@@ -366,7 +366,7 @@ def _free(pipe: Pipeline, bytes_by_buffer: dict[str, int]) -> int:
     last tick reduces, they are written then as well, and so are the results of that reduction.
     """
     reduces, reduced = pipe.table.reduces, bytes_by_buffer.get("reduced", 0)
-    if reduced and pipe.table.reduces_last(gathers=pipe.options.zero == 3):
+    if reduced and pipe.table.reduces_last(gathers=pipe.options.zero.shards_weights):
         layers = pipe.layout.local.layers
         parts = [leaf.summed.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
         return reduced + tree_bytes(parts) * reduces.group // reduces.shares
@@ -391,7 +391,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
             chunks, layers = pipe.schedule.num_chunks, largest if stacked else min(largest, 2)
         elif largest == 1:
             chunks, layers = min(2, pipe.schedule.num_chunks), 1
-        elif stacked and pipe.options.zero >= 2 and pipe.table.reduces.shared.any():
+        elif stacked and pipe.options.zero.shards_gradients and pipe.table.reduces.shared.any():
             chunks, layers = pipe.schedule.num_chunks, largest
         elif stacked:
             layers = largest * pipe.schedule.num_chunks

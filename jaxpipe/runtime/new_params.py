@@ -139,11 +139,11 @@ def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
     refuse(list(unusable_context()))
     placed = pipe.placed_params
     checked = partial(_read, pipe.canonical_params, read)
-    params = _fill(pipe.layout, trained_part(placed), checked, sharded=pipe.options.zero == 3)
+    fill = partial(_fill, read=checked, sharded=pipe.options.zero.shards_weights)
+    params = fill(pipe.layout, trained_part(placed))
     if pipe.frozen is None:
         return params
-    frozen = _fill(pipe.frozen, placed[FROZEN], checked, sharded=pipe.options.zero == 3)
-    return params | {FROZEN: frozen}
+    return params | {FROZEN: fill(pipe.frozen, placed[FROZEN])}
 
 
 def _read(canonical: Shapes, read: ReadPart, name: str, *number: int) -> Tree:

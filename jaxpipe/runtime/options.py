@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +19,63 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, chosen_remat
 from jaxpipe.runtime.layout.whole_model import LAYOUTS
 from jaxpipe.runtime.mesh import Axes, transfers_overlap
-from jaxpipe.runtime.zero import zero_level
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.problems import Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Arguments of `jaxpipe.Pipeline` that say how it runs; what each means is documented there.
+    """The arguments of `jaxpipe.Pipeline` that say how it runs.
 
     ``vars`` gives them back as arguments, for another pipeline that runs alike.
+
+    Args:
+      trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
+        function of a path and a shape; by default all. The others have no gradient and no optimizer
+        state, and may be integers.
+      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step casts a weight
+        once, and gathers it in this dtype. Layers see the rounded weights in the parameters' own
+        dtype, which gradients and updates keep.
+      fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
+        "*kernel"; for layers that are alike, which may only multiply by them. A step quantizes and
+        gathers them in E4M3, whatever ``compute_dtype`` is; activations are quantized to E4M3 and
+        gradients at a matmul's output to E5M2, each by its own largest value.
+      full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
+        ``trainable``, such as "*norm*"; for layers that are alike.
+      remat: keeps every residual ("none"), the outputs of weight matmuls and of fused attention
+        ("dots") or inputs ("full"); "auto" is "dots" on GPUs, which recompute the rest in less time
+        than they move it, and else "none".
+      zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
+        3 also weights.
+      weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
+        parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
+        before it multiplies, nor what layers keep, for a program that grows with the layers of a
+        stage and, up to a limit, with what they keep at once.
+      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
+        stage keeps at once, no fewer than a tick uses. With 2 or more, chunks move over data under
+        the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
+      residuals: where what F keeps waits for its backward: on the "device", or on the "host", over
+        the device's bus; best with ``remat="full"``, which keeps least.
+      pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
+        one loop, so that matmuls of one hide what the other communicates, or one after the other;
+        for layers that are alike. By default where layers use mesh axes, on GPUs.
+      layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
+      poison: fills bubbles with NaN, for tests.
     """
 
-    trainable: Filter | None
-    compute_dtype: DTypeLike | None
-    fp8: Filter
-    full_precision: Filter
-    remat: str
-    zero: int
-    weights: str
-    weight_slots: int
-    residuals: str
-    pair_layers: bool | None
-    layer_counts: Sequence[int] | None
-    poison: bool
+    trainable: Filter | None = None
+    compute_dtype: DTypeLike | None = None
+    fp8: Filter = ()
+    full_precision: Filter = ()
+    remat: str = "auto"
+    zero: Zero = Zero.NOTHING
+    weights: str = "stacked"
+    weight_slots: int = 1
+    residuals: str = "device"
+    pair_layers: bool | None = None
+    layer_counts: Sequence[int] | None = None
+    poison: bool = False
 
     def problems(self, mesh: Mesh) -> Iterator[Problem]:
         """Yields what is wrong with single options, whatever the model and the schedule."""
@@ -83,12 +116,29 @@ class Options:
     def on(self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule) -> Options:
         """Returns the options with those that depend on the mesh decided."""
         remat = chosen_remat(self.remat, mesh.devices.flat[0].platform)
-        zero = zero_level(self.zero, axes.num_parts(mesh))
+        zero = Zero(self.zero).over(axes.num_parts(mesh))
         pairs = self.pair_layers
         if pairs is None:
             communicates = model.uses_axes and transfers_overlap(mesh)
             pairs = communicates and model.layers_are_alike and bool(schedule.overlapped)
         return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)
+
+
+class Arguments(TypedDict, total=False):
+    """The fields of `Options` as type checkers know them among the arguments of a pipeline."""
+
+    trainable: Filter | None
+    compute_dtype: DTypeLike | None
+    fp8: Filter
+    full_precision: Filter
+    remat: str
+    zero: int
+    weights: str
+    weight_slots: int
+    residuals: str
+    pair_layers: bool | None
+    layer_counts: Sequence[int] | None
+    poison: bool
 
 
 def _is_number(value: Any) -> bool:

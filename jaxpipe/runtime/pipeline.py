@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Unpack, cast
 
 import jax
 import numpy as np
@@ -10,18 +10,16 @@ import optax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 from jaxpipe.runtime import checks
 from jaxpipe.runtime.assembly import NO_STATES, Assembly, refusing_derivatives
-from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.placing import Placing
 from jaxpipe.runtime.layout.whole_model import FROZEN, trained_part
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
-from jaxpipe.runtime.options import Options
+from jaxpipe.runtime.options import Arguments, Options
 from jaxpipe.runtime.types import (
     Batch,
     Gradients,
@@ -82,38 +80,10 @@ class Pipeline(Assembly):
       replica_axes: further such axes, along which devices hold the same parts of what ZeRO shards;
         by default "replica", if the mesh has it.
       microbatches: m of a schedule that is given by its name; by default two per stage.
-      trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
-        function of a path and a shape; by default all. The others have no gradient and no optimizer
-        state, and may be integers.
-      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step casts a weight
-        once, and gathers it in this dtype. Layers see the rounded weights in the parameters' own
-        dtype, which gradients and updates keep.
-      fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
-        "*kernel"; for layers that are alike, which may only multiply by them. A step quantizes and
-        gathers them in E4M3, whatever ``compute_dtype`` is; activations are quantized to E4M3 and
-        gradients at a matmul's output to E5M2, each by its own largest value.
-      full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
-        ``trainable``, such as "*norm*"; for layers that are alike.
-      remat: keeps every residual ("none"), the outputs of weight matmuls and of fused attention
-        ("dots") or inputs ("full"); "auto" is "dots" on GPUs, which recompute the rest in less time
-        than they move it, and else "none".
-      zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
-        3 also weights.
-      weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
-        parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
-        before it multiplies, nor what layers keep, for a program that grows with the layers of a
-        stage and, up to a limit, with what they keep at once.
-      weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
-        stage keeps at once, no fewer than a tick uses. With 2 or more, chunks move over data under
-        the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
-      residuals: where what F keeps waits for its backward: on the "device", or on the "host", over
-        the device's bus; best with ``remat="full"``, which keeps least.
-      pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
-        one loop, so that matmuls of one hide what the other communicates, or one after the other;
-        for layers that are alike. By default where layers use mesh axes, on GPUs.
-      layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
       states: the layers' initial states, or their shapes, for a `Model` that is stateful.
-      poison: fills bubbles with NaN, for tests.
+
+      **options: the fields of `Options`, each documented there, such as ``zero=3``,
+        ``remat="full"`` or ``compute_dtype="bfloat16"``.
 
     Raises:
       ValueError: arguments that do not fit each other; all failures in one message.
@@ -146,45 +116,21 @@ class Pipeline(Assembly):
         data_axes: Sequence[str] | None = None,
         replica_axes: Sequence[str] | None = None,
         microbatches: int | None = None,
-        trainable: Filter | None = None,
-        compute_dtype: DTypeLike | None = None,
-        fp8: Filter = (),
-        full_precision: Filter = (),
-        remat: str = "auto",
-        zero: int = 0,
-        weights: str = "stacked",
-        weight_slots: int = 1,
-        residuals: str = "device",
-        pair_layers: bool | None = None,
-        layer_counts: Sequence[int] | None = None,
         states: States = None,
-        poison: bool = False,
+        **options: Unpack[Arguments],
     ) -> None:
         axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
-        options = Options(
-            trainable=trainable,
-            compute_dtype=compute_dtype,
-            fp8=fp8,
-            full_precision=full_precision,
-            remat=remat,
-            zero=zero,
-            weights=weights,
-            weight_slots=weight_slots,
-            residuals=residuals,
-            pair_layers=pair_layers,
-            layer_counts=layer_counts,
-            poison=poison,
-        )
+        given = Options(**cast(Any, options))  # of any type: checks.arguments says what is wrong
         problems = checks.arguments(
-            model, params, built, mesh=mesh, axes=axes, states=states, options=options
+            model, params, built, mesh=mesh, axes=axes, states=states, options=given
         )
         refuse([*unknown, *problems])
         assert built is not None  # named_schedule gave none only with a problem, as did checks
         validate(built)
         leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
-        mesh, options = with_auto_axes(mesh), options.on(mesh, axes, model, built)
-        super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=options)
+        mesh, decided = with_auto_axes(mesh), given.on(mesh, axes, model, built)
+        super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=decided)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))
 
     def __repr__(self) -> str:
@@ -197,7 +143,7 @@ class Pipeline(Assembly):
             f"stages={schedule.num_stages}, chunks={schedule.num_chunks}, "
             f"microbatches={schedule.num_microbatches}\n"
             f"  mesh: {mesh}; rows of a batch: a multiple of {self._batch_unit}\n"
-            f"  parameters: {total:,}, trained: {trained:,}; zero={options.zero}, "
+            f"  parameters: {total:,}, trained: {trained:,}; zero={options.zero:d}, "
             f"remat={options.remat!r}, weights={options.weights!r}"
         )
 

@@ -1,15 +1,47 @@
-"""The level of ZeRO that runs."""
+"""The levels of ZeRO: what data shards divide among each other."""
+
+import enum
 
 
-def zero_level(asked: int, parts: int) -> int:
-    """The level that runs where another may be asked for: 0 if there is nothing to split over.
-
-    Args:
-      asked: a level, 0 to 3.
-      parts: data shards among which arrays are split: without replicas, which hold the same.
+class Zero(enum.IntEnum):
+    """A level of ZeRO. Each also divides what those before it do.
 
     Example:
-      >>> zero_level(3, 4), zero_level(3, 1)
-      (3, 0)
+      >>> Zero(2).shards_gradients, Zero(2).shards_weights
+      (True, False)
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", arXiv 1910.02054, section 5.
     """
-    return asked if parts > 1 else 0
+
+    NOTHING = 0
+    STATE = 1
+    GRADIENTS = 2
+    WEIGHTS = 3
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether a data shard keeps the optimizer's state of a part of the parameters alone."""
+        return self >= Zero.STATE
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a data shard keeps the gradients of a part alone."""
+        return self >= Zero.GRADIENTS
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a data shard keeps a part of the weights alone, and gathers the others."""
+        return self >= Zero.WEIGHTS
+
+    def over(self, parts: int) -> "Zero":
+        """The level that runs where this one is asked for: none if there is nothing to divide.
+
+        Args:
+          parts: data shards among which arrays are divided: without replicas, which hold the same.
+
+        Example:
+          >>> int(Zero(3).over(4)), int(Zero(3).over(1))
+          (3, 0)
+        """
+        return self if parts > 1 else Zero.NOTHING

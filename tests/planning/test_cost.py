@@ -16,6 +16,7 @@ from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, ta
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.measure import buffers, tree_bytes
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import device_clock
 from models.gpt import GPTConfig, init
 from models.gpt import model as gpt_model
@@ -39,7 +40,7 @@ OF_52B = GPTConfig(
 KERNELS = ("*kernel",)
 PLAN = Plan(
     stage=4, data=2, context=1, tensor=1, replica=1, schedule="1f1b-fused", chunks=1,
-    microbatches=8, rows=2, remat="none", zero=0, weight_slots=1, weights="stacked",
+    microbatches=8, rows=2, remat="none", zero=Zero.NOTHING, weight_slots=1, weights="stacked",
 )  # fmt: skip
 OF_EXPERTS = {"stage": 2, "data": 4, "microbatches": 4, "expert": 2}
 OF_SLICES = {"microbatches": 4, "remat": "full", "weights": "unrolled", "slices": 4}
@@ -198,20 +199,20 @@ def test_slices_have_the_flops_of_their_sequence():
     assert cut.carry.at(2) == 2 * 2 * keys * 2  # rows, keys and values, bytes
 
 
-BREADTH_FIRST = {"schedule": "breadth-first-fused", "chunks": 2, "weight_slots": 2, "zero": 3}
+BREADTH_FIRST = {"schedule": "breadth-first-fused", "chunks": 2, "weight_slots": 2, "zero": Zero(3)}
 UNROLLED = {"weights": "unrolled", "chunks": 2}
 CASES = [
     (SMALL, (), {}),
-    (SMALL, (), UNROLLED | {"schedule": "zb-v", "zero": 1, "remat": "full"}),
-    (SMALL, (), {"schedule": "1f1b", "zero": 3, "remat": "full"}),
+    (SMALL, (), UNROLLED | {"schedule": "zb-v", "zero": Zero(1), "remat": "full"}),
+    (SMALL, (), {"schedule": "1f1b", "zero": Zero(3), "remat": "full"}),
     (SMALL, (), BREADTH_FIRST | {"remat": "full"}),
-    (SMALL, (), UNROLLED | {"schedule": "interleaved", "weight_slots": 2, "zero": 2}),
+    (SMALL, (), UNROLLED | {"schedule": "interleaved", "weight_slots": 2, "zero": Zero(2)}),
     (
         *(SMALL, KERNELS),
-        UNROLLED | {"schedule": "zb-v", "weight_slots": 2, "zero": 3, "remat": "dots"},
+        UNROLLED | {"schedule": "zb-v", "weight_slots": 2, "zero": Zero(3), "remat": "dots"},
     ),
     (EXPERTS, (), OF_EXPERTS),
-    (EXPERTS, (), OF_EXPERTS | {"schedule": "1f1b", "zero": 1, "expert": 4}),
+    (EXPERTS, (), OF_EXPERTS | {"schedule": "1f1b", "zero": Zero(1), "expert": 4}),
     (EXPERTS, (), OF_EXPERTS | BREADTH_FIRST),
     (LONG, (), OF_SLICES | {"schedule": "zb-h1"}),
     (LONG, (), OF_SLICES | {"schedule": "interleaved-fused", "chunks": 2}),
@@ -236,7 +237,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(config, fp8, changes, monkeyp
     assert predicted["crossing"] == kept["crossing"]
     assert predicted["inboxes"] == kept["x"] + kept["dy"] + kept.get("sent", 0)
     assert predicted["carries"] == kept.get("carry", 0) + kept.get("carry_gradient", 0)
-    assert predicted["copies"] - (outer if plan.zero == 3 else 0.0) == kept["weights"]
+    assert predicted["copies"] - (outer if plan.zero.shards_weights else 0.0) == kept["weights"]
     assert predicted["gradients"] - outer == kept["gradients"] + kept.get("reduced", 0)
     assert predicted["moving"] == kept.get("moving", 0)
     assert predicted["parameters"] == sum(
@@ -279,7 +280,7 @@ BUS = 0.8 * 64e9
 def test_the_optimizers_state_on_the_host_takes_what_activations_leave_of_it(rows):
     """And goes over the bus twice."""
     here, there = (
-        placed(SMALL, rows=rows, zero=1, on_host=Offload(state=on_host))
+        placed(SMALL, rows=rows, zero=Zero.STATE, on_host=Offload(state=on_host))
         for on_host in (False, True)
     )
     program = cost.program_of(here, published=True)

@@ -12,9 +12,10 @@ from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, devices
 from jaxpipe.planning.plans import PlacedPlan, Plan
+from jaxpipe.runtime.zero import Zero
 
 MODEL = synthetic(width=512)
-PLAN = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", 0, 1, "stacked")
+PLAN = Plan(2, 2, 1, 1, 1, "1f1b", 1, 4, 4, "none", Zero(0), 1, "stacked")
 PEAKS = devices.Peaks(500e12, 2e12, 300e9, 200e9, 5e-6)
 
 

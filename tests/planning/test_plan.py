@@ -15,6 +15,7 @@ from jaxpipe.planning import cost, devices, plans, search
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
+from jaxpipe.runtime.zero import Zero
 
 
 def exhaustive(model: ModelSizes, cluster: devices.Cluster, goal: Goal):
@@ -223,7 +224,7 @@ def test_axes_of_a_mesh_multiply_to_its_devices(sizes_of, capsys):
     assert all(int(stages) * int(shards) == 4 for stages, shards in meshes)
 
 
-COMPARED = Plan(2, 4, 1, 1, 1, "1f1b", 1, 4, 2, "none", 3, 1, "unrolled")
+COMPARED = Plan(2, 4, 1, 1, 1, "1f1b", 1, 4, 2, "none", Zero(3), 1, "unrolled")
 MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "--remat", "none"]
 
 
@@ -233,7 +234,7 @@ MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "-
         ([], {}),
         (["--on-host", "state,residuals"], {"on_host": Offload(state=True, residuals=True)}),
         (["--replica", "2"], {"replica": 2}),
-        (["--replica", "4", "--context", "2"], {"replica": 4, "context": 2, "zero": 0}),
+        (["--replica", "4", "--context", "2"], {"replica": 4, "context": 2, "zero": Zero(0)}),
         (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
     ],
 )

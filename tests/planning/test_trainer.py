@@ -11,6 +11,7 @@ from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import configurations, devices, plans
 from jaxpipe.planning.plans import Plan
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import Costs
 from train import checks, configured, plan
 from train.command_line import parse
@@ -18,7 +19,7 @@ from train.config import Config
 from train.plan import Planned
 
 SMALL = {"vocab_size": 64, "sequence_length": 64, "num_layers": 4, "width": 8, "num_heads": 2}
-PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", 1, 1, "stacked")
+PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", Zero(1), 1, "stacked")
 COSTS = Costs(1, 1.2, 0.8, attention=0.5)
 # What `make train` prepares has another vocabulary; no two devices can share such layers.
 CONFIG = """
@@ -121,7 +122,7 @@ def test_slices_are_counted_and_written(monkeypatch):
     assert found[1] < found[0] / 2
     monkeypatch.setattr(planned, "counted", lambda cases, progress: cases)
     assert {case.slices for case in planned.sizes(1, 4, lambda share: None)} == {1, 2, 4}
-    written = planned.write(PLAN._replace(data=1, zero=0, slices=4), COSTS, None)
+    written = planned.write(PLAN._replace(data=1, zero=Zero.NOTHING, slices=4), COSTS, None)
     assert "sequence_slices: 4" in written
     assert "attention: 0.5" in written
 

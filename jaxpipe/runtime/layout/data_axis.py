@@ -10,6 +10,7 @@ from jax import lax
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import Gradients, Leaves, Stored, Tree
+from jaxpipe.runtime.zero import Zero
 
 
 def gather(shards: Stored, leaves: Leaves, axes: Axes) -> Stored:
@@ -66,7 +67,7 @@ def _scatter(value: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     return lax.psum_scatter(parts, names, scatter_dimension=0)
 
 
-def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int) -> Gradients:
+def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: Zero) -> Gradients:
     """Sums over data shards, and over the devices along model axes where these hold the same array.
 
     Each data shard keeps its own part from ZeRO-1 on.
@@ -74,7 +75,7 @@ def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: int
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
         scattered: tuple[str, ...] = ()
-        if zero and leaf.data_dim is not None:
+        if zero.shards_state and leaf.data_dim is not None:
             scattered = axes.sharding(leaf.apart)
             value = _scatter(value, scattered, leaf.data_dim)
         names = [n for n in axes.peers if n not in (*scattered, *leaf.apart)]

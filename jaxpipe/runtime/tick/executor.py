@@ -90,7 +90,7 @@ def begin(
     setup: Setup, placed: Placed, batch: StepMicrobatches, sink: GradientSink | None
 ) -> tuple[Fixed, Held]:
     """Makes what no tick of a step changes, and the weights it begins with."""
-    weights = Gathered() if setup.options.zero == 3 else Resident()
+    weights = Gathered() if setup.options.zero.shards_weights else Resident()
     parts = [placed, *frozen_part(placed).values()]
     layers = [jax.tree.map(lambda w: w[0], part["layers"]) for part in parts]
     held = weights.hold(setup, layers, [outer_of(part) for part in parts])

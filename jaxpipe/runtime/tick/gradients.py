@@ -22,6 +22,7 @@ from jaxpipe.runtime.tick.fixed import (
 )
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Shapes, Stored, Tree
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.lowering.table import Transfer
 
 
@@ -33,8 +34,8 @@ class Summed(GradientSink):
     dtypes are float32, over microbatches and over data, and rounded once, when all are complete.
     """
 
-    def __init__(self, zero: int) -> None:
-        self._in_slots, self._in_place = zero >= 2, zero == 0
+    def __init__(self, zero: Zero) -> None:
+        self._in_slots, self._in_place = zero.shards_gradients, not zero.shards_state
 
     def shapes(self, fixed: Fixed) -> dict[str, Shapes]:
         params = fixed.params

@@ -20,6 +20,7 @@ from jaxpipe.runtime.trees import mismatches, strongly_typed
 from jaxpipe.runtime.types import Gradients, OptimizerState, Params, Shapes, Shardings, Tree
 from jaxpipe.runtime.update.per_unit import PerUnit, with_stages, without_stages
 from jaxpipe.runtime.update.units import UnitsMeetError
+from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.problems import refuse
 
 PARTS = ("layers", "embed", "head")
@@ -43,7 +44,7 @@ class PlacedOptimizer:
         optimizer: optax.GradientTransformation,
         params: Layout,
         *,
-        zero: int,
+        zero: Zero,
         scaled: bool = False,
         extra: Shapes = None,
     ) -> None:
@@ -63,8 +64,9 @@ class PlacedOptimizer:
 
     def _cut(self, function: Callable[..., Tree], args: dict[str, Shapes]) -> PerUnit:
         # From ZeRO-1 to 2 data shards have whole the weights that they update in part.
-        replicated = [list(args).index("params")] if self._zero in (1, 2) else []
-        sharded = self._zero >= 1
+        sharded = self._zero.shards_state
+        whole = sharded and not self._zero.shards_weights
+        replicated = [list(args).index("params")] if whole else []
         with _explained():
             return PerUnit(function, args, self._params, sharded=sharded, replicated=replicated)
 
@@ -98,13 +100,13 @@ class PlacedOptimizer:
 
     @cached_property
     def placing(self) -> Placing:
-        sharded = self._zero >= 1
+        sharded = self._zero.shards_state
         return Placing(self.state, sharded=sharded, name="state", on_host=self.on_host)
 
     @cached_property
     def shardings(self) -> Shardings:
         """Shardings of the state while it is updated."""
-        return self.state.shardings(sharded=self._zero >= 1)
+        return self.state.shardings(sharded=self._zero.shards_state)
 
     @cached_property
     def program(self) -> Callable[..., Tree]:
