@@ -19,6 +19,8 @@ from jaxpipe.runtime import unpipelined
 from jaxpipe.runtime.filters import split_trainable
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.mesh import make_mesh
+from jaxpipe.runtime.not_finite import NotFinite as NotFinite
+from jaxpipe.runtime.not_finite import find_nan as find_nan
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Batch, Key, Params, States, Tree

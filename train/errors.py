@@ -180,10 +180,17 @@ class NonFiniteLossError(RuntimeError):
       values: the values of that step, by name.
       kept: the step of the last checkpoint, or None.
       skipped: number of steps before it that were skipped.
+      cause: what first made a value that is not finite; empty if it is not known.
     """
 
     def __init__(
-        self, *, step: int, values: Mapping[str, float], kept: int | None, skipped: int = 0
+        self,
+        *,
+        step: int,
+        values: Mapping[str, float],
+        kept: int | None,
+        skipped: int = 0,
+        cause: str = "",
     ) -> None:
         self.step = step
         self.seen = named_values(values)
@@ -194,8 +201,9 @@ class NonFiniteLossError(RuntimeError):
             "a setting has changed."
         )
         before = f"{skipped} steps before it were skipped; " if skipped else ""
+        made = f"The first value that was not finite is of {cause}. " if cause else ""
         super().__init__(
-            f"step {step}: {self.seen}; {before}training stopped. "
+            f"step {step}: {self.seen}; {before}training stopped. {made}"
             f"{left} Try a smaller optimizer.peak_lr, a longer optimizer.warmup_steps, a lower "
             "optimizer.clip_norm, or other data with another train.seed."
         )

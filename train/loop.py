@@ -22,6 +22,7 @@ from jaxpipe.asynchronous import steady_text
 from jaxpipe.checkpoint import Fetch, Found
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
+from jaxpipe.testing import find_nan
 from train import (
     checkpoint,
     configured,
@@ -56,6 +57,9 @@ from train.watchdog import Watchdog, stages_by_process
 
 # A new checkpoint is written before an old one is removed.
 _CHECKPOINTS_AT_ONCE = 2
+
+_MOST_AGAIN = 200
+"""Steps that are run again at most to find what was not finite."""
 
 
 def take_folder(
@@ -364,6 +368,7 @@ class Trainer:
             parts=(size // shard_size, self.config.pipeline.microbatches),
         )
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
+        self.start_of_data = self.stream.get_state()
         self.evaluated: dict[str, Any] = {}
         self.noise = noise.Gauge(setup, self.config.folder / run_folder.METRICS_FILE)
         self.survivor: Survivor | None = None
@@ -613,16 +618,46 @@ class Trainer:
             return recorded(numbers) | {"skipped": self.skipped}
         # The loss lags behind: diverging weights show in the correction first.
         seen["correction"] = sum(numbers["correction"]) if "correction" in numbers else None
-        self._check_finite(step, {name: value for name, value in seen.items() if value is not None})
+        known = {name: value for name, value in seen.items() if value is not None}
+        self._check_finite(step, known, finds_cause=self.mode is self.modes.synchronous)
         self.watchdog.done(step)
         numbers |= {STAGE_SECONDS: values.get(STAGE_SECONDS)}
         return numbers | self.noise.after(values)
 
-    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+    def _check_finite(
+        self, step: int, values: dict[str, float], *, finds_cause: bool = False
+    ) -> None:
         if self.skipped or not all(map(math.isfinite, values.values())):
             self.checkpoints.wait()
             kept, skipped = self.checkpoints.latest, max(self.skipped - 1, 0)
-            raise NonFiniteLossError(step=step, values=values, kept=kept, skipped=skipped)
+            cause = self._cause(step, kept or 0) if finds_cause else ""
+            raise NonFiniteLossError(
+                step=step, values=values, kept=kept, skipped=skipped, cause=cause
+            )
+
+    def _cause(self, step: int, kept: int) -> str:
+        """Runs the steps since the last checkpoint again, and says what made this one not finite.
+
+        The state before the step is gone: it was donated.
+        """
+        if step - kept > _MOST_AGAIN:
+            return ""
+        self.carried = None  # its memory is needed
+        self.watchdog.at(f"finding what step {step} made")
+        say(self.console, f"step {step} is not finite: running steps {kept + 1} to {step} again")
+        mode, position = self.modes.synchronous, self.start_of_data
+        if kept:
+            saved, position = checkpoint.restore(self.checkpoints, kept, mode.saved_shapes)
+            state = mode.from_saved(saved, kept)
+        else:
+            state = mode.begin(initial.state(self.setup, self.console), 0)
+        stream.continue_at(self.stream, position)
+        for before in range(kept, step):
+            given = self._global(next(self.stream)), self.setup.rng(before)
+            if before < step - 1:
+                state, _ = self.compiled(state, *given)
+        found = find_nan(self.setup.pipe, state.params, *given, states=state.layers)
+        return "" if found is None else str(found)
 
     def _write(self, step: int, numbers: dict[str, Any]) -> None:
         self.metrics.write(step, numbers | {"learning_rate": self._learning_rate(step)})

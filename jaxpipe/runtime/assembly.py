@@ -23,6 +23,7 @@ from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.tick.stamps import Stamps
+from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import elsewhere, shapes_of
 from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
@@ -151,7 +152,12 @@ class Assembly:
         )
 
     def make_program(
-        self, result: str, *, inputs: tuple[int, ...] = (), stamps: Stamps | None = None
+        self,
+        result: str,
+        *,
+        inputs: tuple[int, ...] = (),
+        stamps: Stamps | None = None,
+        watch: Watch | None = None,
     ) -> Callable[..., executor.Step]:
         """Makes what runs a table on all devices: the step's, or that of its forwards.
 
@@ -162,11 +168,12 @@ class Assembly:
           result: "train" for gradients, too; "loss" alone; its "totals"; or "outputs".
           inputs: numbers of the batch's arrays whose gradients are wanted.
           stamps: where to note when layers run.
+          watch: where to note which layers make what is not finite.
         """
         outputs, totals = result == "outputs", result == "totals"
         setup = self.setup(self.table if result == "train" else self.forward_table)
         setup = dataclasses.replace(
-            setup, outputs=outputs, totals=totals, inputs=inputs, stamps=stamps
+            setup, outputs=outputs, totals=totals, inputs=inputs, stamps=stamps, watch=watch
         )
 
         def body(placed: Placed, batch: Batch, rng: Key, states: States) -> executor.Step:

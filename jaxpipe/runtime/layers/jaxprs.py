@@ -36,6 +36,7 @@ def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJa
     """Inlines the calls of a program, so that it is one list of equations.
 
     ``selects`` turns conditionals into selections: every branch runs, and one result is taken.
+    Calls of the host that return nothing, such as prints, are not repeated in a backward.
     """
 
     def inlined(*args: Tree) -> list[Tree]:
@@ -44,20 +45,25 @@ def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJa
     return jax.make_jaxpr(inlined)(*shapes_of_variables(closed.jaxpr.invars))
 
 
-def _inline(jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool) -> list[Tree]:
+def _inline(
+    jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool, *, repeats: bool = False
+) -> list[Tree]:
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
         operands = values(eqn.invars, env)
+        if repeats and not eqn.outvars:
+            continue
         if eqn.primitive.name in _INLINED:
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
             closed = isinstance(inner, core.ClosedJaxpr)
             body, captured = (inner.jaxpr, inner.consts) if closed else (inner, ())
-            outs = _inline(body, captured, operands, selects)
+            again = repeats or eqn.params.get("differentiated", False)
+            outs = _inline(body, captured, operands, selects, repeats=again)
         elif eqn.primitive.name == "cond" and selects:
             which, *operands = operands
             branches = [
-                _inline(branch.jaxpr, branch.consts, operands, selects)
+                _inline(branch.jaxpr, branch.consts, operands, selects, repeats=repeats)
                 for branch in eqn.params["branches"]
             ]
             which = lax.clamp(jnp.int32(0), which, jnp.int32(len(branches) - 1))
@@ -108,12 +114,15 @@ def reachable(eqns: Eqns, start: Vars, given: Collection[Atom] = ()) -> Vars:
     return reached
 
 
-def needed(eqns: Eqns, outputs: Iterable[Atom], given: Collection[Atom] = ()) -> list[Tree]:
-    """Finds the equations that ``outputs`` need where ``given`` is known, in program order."""
+def needed(
+    eqns: Eqns, outputs: Iterable[Atom], given: Collection[Atom] = (), *, calls: bool = False
+) -> list[Tree]:
+    """Finds the equations that ``outputs`` need where ``given`` is known, in program order; with
+    ``calls`` also those of the host that return nothing, such as prints, and what these need."""
     wanted = {v for v in outputs if is_var(v)}.difference(given)
     kept = []
     for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
+        if not wanted.isdisjoint(eqn.outvars) or (calls and not eqn.outvars):
             kept.append(eqn)
             wanted.update(v for v in eqn.invars if is_var(v) and v not in given)
     return kept[::-1]
@@ -137,9 +146,12 @@ def read_leaves(function: Callable[..., Tree], *args: Tree) -> list[bool]:
     return [var in read for var in jaxpr.invars]
 
 
-def divided(eqns: Eqns, outputs: Iterable[Atom]) -> tuple[list[Eqn], list[Eqn]]:
-    """Divides a program into the equations that some outputs need and the others."""
-    first = needed(eqns, outputs)
+def divided(eqns: Eqns, outputs: Iterable[Atom], late: Vars) -> tuple[list[Eqn], list[Eqn]]:
+    """Divides a program into the equations that some outputs need, with the calls of the host that
+    do not depend on ``late``, and the others."""
+    made_late = reachable(eqns, late)
+    eqns = [eqn for eqn in eqns if eqn.outvars or made_late.isdisjoint(filter(is_var, eqn.invars))]
+    first = needed(eqns, outputs, calls=True)
     ids = set(map(id, first))
     return first, [eqn for eqn in eqns if id(eqn) not in ids]
 

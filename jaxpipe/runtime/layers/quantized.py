@@ -54,7 +54,8 @@ def quantize_matmuls(
     """
     inputs, results, eqns = program.jaxpr.invars, program.jaxpr.outvars, program.jaxpr.eqns
     count, gradients = len(names), len(results) - num_x - len(trained)
-    forward, backward = jaxprs.divided(eqns, results[:gradients])
+    dy = set(inputs[len(inputs) - num_dy :])
+    forward, backward = jaxprs.divided(eqns, results[:gradients], dy)
     weights = {v: n for v, n in zip(inputs, names, strict=False) if n is not None}
     chosen = list(weights)
     matmuls = _matmuls(eqns, weights)
@@ -63,7 +64,7 @@ def quantize_matmuls(
             matmuls |= _makers(eqns, gradient, name)
     operands = {v for eqn in backward if id(eqn) in matmuls for v in eqn.invars}
     residuals = dict.fromkeys(filter(jaxprs.is_var, results[num_outputs:gradients]))
-    late = jaxprs.reachable(eqns, set(inputs[len(inputs) - num_dy :]))
+    late = jaxprs.reachable(eqns, dy)
 
     def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
         env = jaxprs.consts(program) | dict(zip(inputs, [*params, *rest], strict=True))

@@ -207,7 +207,8 @@ class Split:
         traced, kept = self.traced, [*self.kept_until_b, *self.kept_until_w]
         env = self._known(params, context)
         env |= dict(zip(traced.own, jax.tree.leaves((x, state)), strict=True))
-        env = jaxprs.run_eqns(jaxprs.needed(traced.forward, [*traced.outputs, *kept]), env)
+        eqns = jaxprs.needed(traced.forward, [*traced.outputs, *kept], calls=True)
+        env = jaxprs.run_eqns(eqns, env)
         y = jax.tree.unflatten(traced.y, jaxprs.values(traced.outputs, env))
         return y, [env[v] for v in self.kept_until_b], [env[v] for v in self.kept_until_w]
 
@@ -332,7 +333,7 @@ def split_layer(
         structure, num_known = jax.tree.structure((params, scales)), num_known + len(scales)
     inputs, results = program.jaxpr.invars, program.jaxpr.outvars
     own, gradients = len(inputs) - num_dy, len(results) - num_x - num_trained
-    forward, backward = jaxprs.divided(program.jaxpr.eqns, results[:gradients])
+    forward, backward = jaxprs.divided(program.jaxpr.eqns, results[:gradients], set(inputs[own:]))
     y = outputs if state is None else outputs[0]
     return _cut(
         _Traced(

@@ -31,6 +31,7 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.stamps import Stamps
+from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import combine, divide, widened
 from jaxpipe.runtime.types import (
     Activation,
@@ -97,6 +98,7 @@ class Setup:
       overlaps: whether devices communicate while they compute.
       cells_in_table: whether the table has every cell that ticks run.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
+      watch: where the host notes what is not finite; None for a step that is not watched.
     """
 
     model: Model
@@ -115,6 +117,7 @@ class Setup:
     cells_in_table: bool = True
     tiled: bool = False
     stamps: Stamps | None = None
+    watch: Watch | None = None
 
     @property
     def layouts(self) -> list[Layout]:
@@ -477,6 +480,26 @@ class LayerWork(Work):
             shared, slot = self.fixed.residuals[name], getattr(self.cell, name)
             residuals[name] = shared.write(residuals[name], number, slot, self.at, own)
         return carried.but(residuals=residuals)
+
+    def look(
+        self, run: Callable[..., Tree], args: tuple[Tree, ...], *, given: Tree, made: Tree
+    ) -> None:
+        """Lets `Setup.watch`, if there is one, see what ``run(*args)`` has made of what the layer
+        was given."""
+        fixed, chunk = self.fixed, self.cell.chunk
+        if fixed.setup.watch is None:
+            return
+        number = fixed.first_layer[chunk] + self.layer
+        first = 0 if self.action.is_forward else fixed.num_layers - 1
+        fixed.setup.watch.look(
+            self.action,
+            (fixed.stage, chunk, number, self.cell.microbatch, fixed.shard),
+            run,
+            () if fixed.setup.model.uses_axes else args,  # no device has whole ones
+            given=given,
+            made=made,
+            begins=number == first,
+        )
 
     def carry(self, carried: Carried, name: str) -> Tree:
         """The carry that the slice before has left, or its cotangent, by name."""

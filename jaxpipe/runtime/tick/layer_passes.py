@@ -242,6 +242,7 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
         y, *_ = kind.split.forward(*args, state=state)
     else:
         y = kind.function(*args) if state is None else kind.function(*args, state)
+    work.look(kind.function, args if state is None else (*args, state), given=x, made=y)
     if state is not None:
         y, new = y
         carried = _renew(work, carried, new) if work.action is Kind.F else carried
@@ -267,7 +268,9 @@ def _backward(work: LayerWork, carried: Carried) -> Carried:
         given = work.carry(carried, CARRY_GRADIENT)
         is_last = work.slice_number == fixed.setup.num_slices - 1
         dy = dy, jax.tree.map(lambda w: jnp.where(is_last, 0, w), given)
-    dx, rest = run(work.params(weights), *residuals, dy, *work.context())
+    args = work.params(weights), *residuals, dy, *work.context()
+    dx, rest = run(*args)
+    work.look(run, args, given=dy, made=(dx, rest))
     if kind.carry is not None:
         dx, dcarry = dx
         carried = work.save(carried, carry_gradient=jax.tree.leaves(dcarry))
@@ -280,8 +283,9 @@ def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
     (weights, buffers), sums = tie_to_smallest(read, carried.gradients)
     carried = carried.but(residuals=buffers)
     residuals = work.residuals(carried, "until_w", "crossing")
-    params = work.params(weights)
-    dparams = work.kind.split.backward_weights(params, *residuals, *work.context())
+    args = work.params(weights), *residuals, *work.context()
+    dparams = work.kind.split.backward_weights(*args)
+    work.look(work.kind.split.backward_weights, args, given=(), made=dparams)
     return _add_gradient(work, carried.but(gradients=sums), dparams)
 
 
