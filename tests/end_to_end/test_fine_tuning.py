@@ -13,7 +13,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from command import blocks, shell, steps, weights
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]  # `make test-parity` runs it
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -63,7 +63,7 @@ def _save_theirs(folder, kind):
     ).save_pretrained(folder)  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
 def followed(request, tmp_path_factory):
     """A folder in which every command of the page was run, and the kind of its model."""
     folder = tmp_path_factory.mktemp(request.param)

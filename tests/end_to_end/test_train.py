@@ -202,6 +202,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(unbroken_toy, toy_trainer, copy
     assert_same_run(copy, unbroken_toy)
 
 
+def test_the_layer_that_made_it_is_named(toy_trainer, tmp_path):
+    options = ["--task", "toy_family:Spoilt", "--run-dir", tmp_path / "run"]
+    finished = toy_trainer.run(*options, "--train.eval-every", 0, status=1)
+    step = int(re.search(r"error: step (\d+): the loss is nan", finished.err)[1])
+    kept = step - 1 - (step - 1) % CHECKPOINT_EVERY
+    assert f"running steps {kept + 1} to {step} again" in finished.out
+    named = (
+        r"not finite is of layer 0, forward, microbatch \d \(stage 0, data shard \d\): nan .* log"
+    )
+    assert re.search(named, finished.err), finished.err
+    assert "toy_family.py" in finished.err
+
+
 def test_a_run_that_lost_its_checkpoints_does_not_start_over(toy_trainer, copy):
     """All of the folder, as without the record of older versions, and its contents alone."""
     before = steps(copy)

@@ -35,8 +35,14 @@ CONFIGS = {
 }  # fmt: skip
 CASES = [
     ("grouped", "1f1b", 4, True, {"tensor": 2, "zero": 3}),
-    ("learned", "1f1b-fused", 2, False, {"context": 2, "remat": "dots"}),
-    ("windows", "interleaved", 8, True, {"data": 2, "zero": 2, "remat": "full"}),
+    pytest.param(
+        *("learned", "1f1b-fused", 2, False, {"context": 2, "remat": "dots"}),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        *("windows", "interleaved", 8, True, {"data": 2, "zero": 2, "remat": "full"}),
+        marks=pytest.mark.slow,
+    ),
     ("latent", "zb-h1", 2, False, {}),
 ]
 

@@ -149,7 +149,10 @@ def check(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "deepseek" else name for name in FEW],
+)
 def test_results_equal_those_of_the_whole_model(name):
     check(FEW[name])
 

@@ -74,8 +74,8 @@ def test_clipped_weights_give_scores_at_the_threshold(config):
 @pytest.mark.parametrize(
     ("config", "optimizer", "schedule", "zero"),
     [
-        (LATENT, optax.contrib.muon(0.02), "zb-h1", 3),
-        pytest.param(GROUPED, optax.adamw(0.02), "1f1b-fused", 1, marks=pytest.mark.slow),
+        pytest.param(LATENT, optax.contrib.muon(0.02), "zb-h1", 3, marks=pytest.mark.slow),
+        (GROUPED, optax.adamw(0.02), "1f1b-fused", 1),
     ],
     ids=["latent-muon", "grouped-adamw"],
 )

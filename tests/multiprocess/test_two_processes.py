@@ -52,6 +52,7 @@ def _assert_close(run, other):
         assert record == pytest.approx(expected, rel=_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_two_processes_skip_the_same_damaged_checkpoint_and_train_as_one(
     toy_trainer, alone, tmp_path
 ):

@@ -48,6 +48,9 @@ class Numbers:
     def __len__(self) -> int:
         return len(self._x)
 
+    def spoil(self, number):
+        self._x[number] = 60.0
+
     def read(self, numbers, keys):
         del keys
         return {"x": self._x[numbers], "y": self._y[numbers]}
@@ -137,3 +140,20 @@ class Uneven(Toy):
     def init(self, rng):
         params = super().init(rng)
         return params | {"layers": tuple(params["layers"])}
+
+
+class Spoilt(Toy):
+    """The toy with a row whose logarithm no layer can take."""
+
+    def model(self, *, train, axis="stage"):
+        plain = super().model(train=train, axis=axis)
+
+        def layer(w, x, batch, rng):
+            return plain.layer(w, x, batch, rng) + 0.0 * jnp.log(50.0 - x)
+
+        return dataclasses.replace(plain, layer=layer)
+
+    def load(self):
+        train, heldout = super().load()
+        train.spoil(21)
+        return train, heldout
