@@ -1,11 +1,15 @@
 """Simulated devices for every test and little time for LLVM, set before jax is imported."""
 
+import ctypes
 import dataclasses
 import gc
 import os
+import resource
 import shutil
 import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import limits
 
@@ -49,6 +53,27 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False  # files with many tests are not those that take long
     return LoadFileScheduling(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_memory():
+    """Drops compiled programs between files once they take more than a gigabyte: a process would
+    grow to 5 of them."""
+    yield
+    if "jax" in sys.modules and _resident_bytes() > 2**30:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+
+
+def _resident_bytes():
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 @pytest.fixture(scope="session")
