@@ -22,7 +22,8 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _SCOPE = re.compile(
     r"/(?:(tick_\w+)/while/body/(?:(?:closed_call|eval_jaxpr)/)?)?"
     r"((?:BW_|B_)?F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|"
-    r"store_reduced|tick_\w+)"
+    r"store_reduced|meet/receive\d+|tick_\w+)"
+    r"(?:/cells\d+_to\d+/while/body(?:/closed_call)?)*(/cells\d+_to\d+)?"
     r'(?:/chunk(\d+)(?:_layer(\d+)(?:_chunk\d+_layer\d+)*)?((?:_[a-z_]+\d+)*))?/while"'
 )
 _FIELD = re.compile(r"_([a-z_]+?)(\d+)")
@@ -40,6 +41,7 @@ class Scope(NamedTuple):
       name: what the loop does; for one over ticks, the name of their parts.
       chunk, layer: where it is of one chunk, or of one layer.
       cell: where it is of one cell: the other fields that the program knows, and their values.
+      several: whether it stands around the loops of several cells.
     """
 
     tick: str | None
@@ -47,6 +49,7 @@ class Scope(NamedTuple):
     chunk: int | None
     layer: int | None
     cell: tuple[tuple[str, int], ...] = ()
+    several: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -181,8 +184,12 @@ class HloProgram:
         return {name: some for name, some in found.items() if some}
 
     def loops(self, computation: str) -> list[Instruction]:
-        """The loops of a computation."""
-        return [row for row in self.computations[computation] if row.opcode == "while"]
+        """The loops of a computation, those around loops of several cells replaced by these."""
+        found = []
+        for row in self.computations[computation]:
+            if row.opcode == "while":
+                found += self.loops(row.calls["body"]) if is_around(row) else [row]
+        return found
 
 
 @functools.cache
@@ -190,9 +197,16 @@ def scope_of(loop: Instruction) -> Scope | None:
     """The name of a loop; None if it has none."""
     if (found := _SCOPE.search(loop.text)) is None:
         return None
-    tick, name, *numbers, cell = found.groups()
+    tick, name, several, *numbers, cell = found.groups()
     fields = tuple((field, int(n)) for field, n in _FIELD.findall(cell or ""))
-    return Scope(tick, name, *(None if n is None else int(n) for n in numbers), fields)
+    chunk, layer = (None if n is None else int(n) for n in numbers)
+    return Scope(tick, name, chunk, layer, fields, several is not None)
+
+
+def is_around(loop: Instruction) -> bool:
+    """Whether a loop stands around those of several cells."""
+    scope = scope_of(loop)
+    return scope is not None and scope.several
 
 
 def layers_of(loop: Instruction) -> int:

@@ -147,17 +147,20 @@ def modelled(pipe: jaxpipe.Pipeline, step: jax.stages.Compiled, config: gpt.GPTC
     roofline, bodies = rooflines[0], program.tick_bodies()
     table, stages = pipe.table, range(pipe.schedule.num_stages)
     gathers, reduces = pipe.options.zero.shards_weights, pipe.axes.num_shards(pipe.mesh) > 1
-    names = [parts.name for parts in table.parts(gathers=gathers, reduces=reduces)]
+    parts = table.parts(gathers=gathers, reduces=reduces)
+    names = [one.name for one in parts]
 
     @functools.cache
-    def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...]) -> Spent:
+    def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...], branch: int) -> Spent:
         by_name = dict(zip(program.loops(body), trips, strict=True))
-        return roofline.run(body, lambda loop: by_name[loop])
+        return roofline.run(body, lambda loop: by_name[loop], branch)
 
     def one(tick: int, stage: int) -> Spent:
         loops, trips = program.loops(bodies[names[tick]]), Trips(table, tick, stage)
         own = (is_of(loop, names[tick]) and trips(loop) for loop in loops)
-        return of_trips(rooflines[stage], bodies[names[tick]], tuple(own))
+        *_, numbers = table.branches(list(filter(parts[tick].has, (Kind.F, Kind.B))))
+        branch = numbers[table.exchange[tick]]
+        return of_trips(rooflines[stage], bodies[names[tick]], tuple(own), branch)
 
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
     outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
@@ -237,6 +240,10 @@ class Trips:
             return self._pieces(table.gathers, chunk, layer)
         if name in ("reduce", "store_reduced"):
             return self._pieces(table.reduces, chunk, layer)
+        if name.startswith("meet/receive"):
+            number, late = divmod(int(name.removeprefix("meet/receive")), 2)
+            slots = table.rows.arrivals[number][late]
+            return int(slots[self.tick, self.stage] != NONE)
         column, virtual_stage = {
             "enter": (table.outer.embed != NONE, 0),
             "leave": (table.outer.head != NONE, -1),
@@ -252,7 +259,7 @@ class Trips:
             return layers
         fields = (getattr(cell, field)[place] == value for field, value in scope.cell)
         runs = scope.layer < layers if scope.layer is not None else all(fields)
-        return int(cell.chunk[place] == scope.chunk and runs)
+        return int(cell.runs[place] and cell.chunk[place] == scope.chunk and runs)
 
     def _pieces(self, transfers: Transfers, chunk: int | None, layer: int | None) -> int:
         place = self.tick, self.stage

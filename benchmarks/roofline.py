@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from benchmarks.hlo import HloProgram, Instruction
+from benchmarks.hlo import HloProgram, Instruction, is_around
 from benchmarks.kernels import Shape, Use, is_kernel, kernel
 from jaxpipe.planning.without_devices import GPUS_PER_HOST
 
@@ -100,10 +100,13 @@ class Roofline:
             self._bodies[computation] = self.run(computation, known_trips)
         return self._bodies[computation]
 
-    def run(self, computation: str, trips: Trips) -> Spent:
+    def run(self, computation: str, trips: Trips, branch: int | None = None) -> Spent:
         """The time of a computation whose loops run as often as ``trips`` says.
 
-        Loops inside those run as often as the text says.
+        Its conditionals take the branch of this number, or by default the longest.
+
+        Loops inside those run as often as the text says, but for those around loops of several
+        cells, which run as often as these.
         """
         spent: Spent = Counter()
         link_free = 0.0
@@ -111,9 +114,9 @@ class Roofline:
         for row in self.program.computations[computation]:
             opcode = row.opcode.removesuffix("-start").removesuffix("-done")
             if row.opcode == "while":
-                spent += self._loop(row, trips(row))
+                spent += self._loop(row, trips)
             elif row.opcode == "conditional":
-                spent += self._longest(row)
+                spent += self._branch(row, branch)
             elif row.opcode == "call":
                 spent += self.body(row.calls["to_apply"])
             elif row.opcode.endswith("-done") and opcode in _STARTS:
@@ -129,16 +132,23 @@ class Roofline:
                 spent += self._kernel(computation, row)
         return spent
 
-    def _loop(self, loop: Instruction, trips: float) -> Spent:
-        spent = scaled(self.body(loop.calls["body"]), trips)
+    def _loop(self, loop: Instruction, trips_of: Trips) -> Spent:
+        body = loop.calls["body"]
+        if is_around(loop):
+            trips = sum(map(trips_of, self.program.loops(body)))
+            spent = scaled(self.run(body, trips_of), trips > 0)
+        else:
+            trips = trips_of(loop)
+            spent = scaled(self.body(body), trips)
         spent[Use.LAUNCHES] += LAUNCH.value * (trips + 1)
         if self._asks(loop):
             spent[Use.WAITS] += WAIT.value * (trips + 1)
         return spent
 
-    def _longest(self, choice: Instruction) -> Spent:
-        """The branch of messages that takes longest; the host asks the device which to run."""
-        spent = max(map(self.body, choice.calls.values()), key=total)
+    def _branch(self, choice: Instruction, number: int | None) -> Spent:
+        """A branch of messages; the host asks the device which to run."""
+        branches = list(map(self.body, choice.calls.values()))
+        spent = max(branches, key=total) if number is None else branches[number]
         return spent + Counter({Use.LAUNCHES: LAUNCH.value, Use.WAITS: WAIT.value})
 
     def _asks(self, loop: Instruction) -> bool:

@@ -279,9 +279,11 @@ class Updated(GradientSink):
         work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
         after = run_layers(work, given)
         runs = cells[Kind.F].runs
-        slot = jnp.where(begins & runs, slots[Kind.F], NONE)
         inbox = at_slot(after.inboxes["x"], cells[Kind.F].inbox)
-        new = {"inputs": put_slot(kept["inputs"], slot, inbox), "recomputed": after.messages["x"]}
+        inputs = run_if(
+            begins & runs, lambda old: put_slot(old, slots[Kind.F], inbox), kept["inputs"]
+        )
+        new = {"inputs": inputs, "recomputed": after.messages["x"]}
         if "read_states" in kept:
             new["read_states"] = run_if(
                 runs,

@@ -52,7 +52,13 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     Tests: ``test_compiled.py::test_the_tick_loop_copies_no_whole_buffer``,
     ``test_training_step.py::test_no_gradient_is_kept_but_that_of_the_chunk_in_work``.
     """
-    return lax.fori_loop(0, jnp.asarray(condition, jnp.int32), lambda _, carry: body(carry), carry)
+
+    def once(through: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        return jnp.zeros((), bool), body(through[1])
+
+    return lax.while_loop(lambda through: through[0], once, (jnp.asarray(condition, bool), carry))[
+        1
+    ]
 
 
 def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:

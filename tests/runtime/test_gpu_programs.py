@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps, plain_steps
-from benchmarks.hlo import HloProgram, Scope, layers_of, scope_of
+from benchmarks.hlo import HloProgram, Scope, is_around, layers_of, scope_of
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.devices import Device, find
@@ -288,7 +288,15 @@ def test_a_loop_is_of_the_tick_that_it_stands_in():
     own, other = "tick_forward", "tick_backward_reduce"
     inside = loop(f"{own}/while/body/closed_call/F/chunk1_layer2")
     assert scope_of(inside) == Scope(own, "F", 1, 2)
-    assert scope_of(loop("B/chunk0_layers3_until_w5")).cell == (("layers", 3), ("until_w", 5))
+    known = "chunk0_layers3_until_w5"
+    assert scope_of(loop(f"B/{known}")).cell == (("layers", 3), ("until_w", 5))
+    around = loop(f"{own}/while/body/closed_call/B/cells0_to15/while/body/cells4_to7")
+    one = loop(
+        f"{own}/while/body/closed_call/B/cells0_to15/while/body/cells4_to7/while/body/{known}"
+    )
+    assert scope_of(around)[:4] == (own, "B", None, None)
+    assert is_around(around)
+    assert scope_of(one) == Scope(own, "B", 0, None, (("layers", 3), ("until_w", 5)))
     assert modelled_steps.is_of(inside, own)
     assert not modelled_steps.is_of(inside, other)
     assert not modelled_steps.is_of(loop(other), own)  # the loop over other ticks

@@ -49,6 +49,18 @@ def test_actions_use_few_sets_of_slots(name, most):
     assert len(table.cells(Kind.F, ("until_b", "until_w"))) == table.num_slots["until_w"]
 
 
+def test_cells_have_the_numbers_of_their_places():
+    schedule = catalog.build("v-half", stages=3, microbatches=7)
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    for kind, cell in table.passes.items():
+        fields = ("chunk", "until_w")
+        places, numbers = table.cells(kind, fields), table.cell_numbers(kind, fields)
+        assert ((numbers == NONE) == (cell.microbatch == NONE)).all()
+        for place in map(tuple, np.argwhere(numbers != NONE)):
+            found = {field: getattr(cell, field)[place] for field in fields}
+            assert places[numbers[place]] == found
+
+
 def test_two_kinds_of_backward_become_one():
     split, fused = (Kind.F, Kind.B, Kind.W), (Kind.F, Kind.BW)
     order = [Action(0, kind, i) for i, kinds in enumerate((split, fused)) for kind in kinds]

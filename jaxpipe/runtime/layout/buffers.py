@@ -29,7 +29,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxpipe.runtime.host import to_devices, to_host
 from jaxpipe.runtime.indices import start_at, unit_of
 from jaxpipe.runtime.types import Arrays, At, Index, Message
-from jaxpipe.schedule.lowering.table import NONE
 
 
 class _Value(NamedTuple):
@@ -233,9 +232,8 @@ def at_slot(inbox: Message, slot: Index) -> Message:
 
 
 def put_slot(inbox: Message, slot: Index, message: Message) -> Message:
-    """Writes a message into its slot; slot `NONE` leaves the inbox as it is."""
-    row = jnp.maximum(slot, 0)
+    """Writes a message into its slot."""
     return [
-        lax.dynamic_update_index_in_dim(w, jnp.where(slot == NONE, kept, sent), row, 0)
-        for w, kept, sent in zip(inbox, at_slot(inbox, row), message, strict=True)
+        lax.dynamic_update_index_in_dim(w, sent, slot, 0)
+        for w, sent in zip(inbox, message, strict=True)
     ]

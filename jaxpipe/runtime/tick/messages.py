@@ -19,7 +19,7 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.fixed import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import BodyParts, Edges, Row, TickTable
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Edges, Row, TickTable
 
 Inboxes: TypeAlias = dict[str, Message]
 
@@ -42,6 +42,24 @@ def send_late(
     ]
 
 
+def _receive(
+    slots: jax.Array, place: int, inboxes: Inboxes, name: str, message: Message
+) -> tuple[jax.Array, Inboxes]:
+    """Writes a message into the slot at this place, which is `NONE` then, or leaves the inboxes as
+    they are: a loop of one trip or none."""
+
+    def put(through: tuple[jax.Array, Message]) -> tuple[jax.Array, Message]:
+        slots, inbox = through
+        ended = lax.dynamic_update_index_in_dim(slots, NONE, place, 0)
+        return ended, put_slot(inbox, slots[place], message)
+
+    with jax.named_scope(f"receive{place}"):
+        slots, inbox = lax.while_loop(
+            lambda through: through[0][place] != NONE, put, (slots, inboxes[name])
+        )
+    return slots, inboxes | {name: inbox}
+
+
 @jax.named_scope("meet")
 def exchange(
     table: TickTable,
@@ -56,23 +74,22 @@ def exchange(
     What has no output in this tick's body has no message, either.
     """
 
-    def receive(inboxes: Inboxes, kind: Kind, slot: Index, message: Message) -> Inboxes:
-        name = INBOX[kind]
-        return inboxes | {name: put_slot(inboxes[name], slot, message)}
-
+    slots = jnp.asarray([slot for arrival in row.arrivals for slot in arrival], jnp.int32)
     inboxes, late = carried.inboxes, carried.sent.keys() & outputs.keys()
-    for channel, arrival, message in zip(table.channels, row.arrivals, arriving, strict=True):
+    for number, (channel, message) in enumerate(zip(table.channels, arriving, strict=True)):
         if channel.kind not in outputs:
             continue
+        name, place = INBOX[channel.kind], 2 * number
         if channel.local:
-            inboxes = receive(inboxes, channel.kind, arrival.slot, outputs[channel.kind])
+            slots, inboxes = _receive(slots, place, inboxes, name, outputs[channel.kind])
         if message is not None:
-            inboxes = receive(inboxes, channel.kind, arrival.late_slot, message)
+            slots, inboxes = _receive(slots, place + 1, inboxes, name, message)
     ready, inboxes = tie(outputs, inboxes)
     received, zero = _exchanged(table, row.exchange, ready, axes)
+    slots = slots + zero
     for number, message in received.items():
-        kind, slot = table.channels[number].kind, row.arrivals[number].slot + zero
-        inboxes = receive(inboxes, kind, slot, message)
+        name = INBOX[table.channels[number].kind]
+        slots, inboxes = _receive(slots, 2 * number, inboxes, name, message)
     return carried.but(inboxes=inboxes, sent=carried.sent | {k: outputs[k] for k in late})
 
 
@@ -85,11 +102,7 @@ def _exchanged(
     because XLA for GPUs starts a message only when the one before has arrived, in a branch that has
     nothing else to do.
     """
-    used = [
-        number
-        for number, channel in enumerate(table.channels)
-        if channel.kind in outputs and any(pairs[number] for pairs in table.exchanges)
-    ]
+    used, distinct, numbers = table.branches(outputs)
     sent = [outputs[table.channels[number].kind] for number in used]
 
     def branch(edges: tuple[Edges, ...], sent: list[Message]) -> tuple[list[Message], jax.Array]:
@@ -99,12 +112,10 @@ def _exchanged(
         ]
         return received, jnp.zeros(1, jnp.int32)
 
-    of_exchange = [tuple(pairs[number] for number in used) for pairs in table.exchanges]
-    distinct = list(dict.fromkeys(of_exchange))
     branches = [functools.partial(branch, edges) for edges in distinct]
     if len(branches) == 1:
         received, zero = branches[0](sent)
     else:
-        chosen = jnp.asarray([distinct.index(edges) for edges in of_exchange], jnp.int32)[exchange]
+        chosen = jnp.asarray(numbers, jnp.int32)[exchange]
         received, zero = lax.switch(chosen, branches, sent)
     return dict(zip(used, received, strict=True)), zero[0]

@@ -33,13 +33,13 @@ from jaxpipe.schedule.lowering.table import NONE, Outer
 def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Carried:
     """Embeds the microbatch that enters, into the first stage's inbox."""
     is_first = _is_at(fixed, 0)
-    here = jnp.where(is_first, row.embed_slot, NONE)
 
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
         outer, i = fixed.weights.outer(fixed, carried.weights, "enter", i)
         x = fixed.setup.model.embed(outer, *fixed.embed_context(batch, i))
-        return put_slot(inbox, here, fixed.message(fixed.empty_message(), fixed.layers.first, x))
+        message = fixed.message(fixed.empty_message(), fixed.layers.first, x)
+        return run_if(is_first, lambda inbox: put_slot(inbox, row.embed_slot, message), inbox)
 
     runs = _runs(fixed, row.embed != NONE, is_first)
     x = run_if(runs, body, carried.inboxes["x"])
@@ -69,7 +69,6 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     assert fixed.gradients is not None
     sink, inputs = fixed.gradients, fixed.setup.inputs
     is_last = _is_at(fixed, -1)
-    here = jnp.where(is_last, row.head_slot, NONE)
 
     def body(through: Tree) -> Tree:
         mine, (collected, inbox, gradients, of_inputs) = tie_to_smallest(y, through)
@@ -93,7 +92,8 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
         of_inputs = add_gradients(of_inputs, new, row.head)
         message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
         collected = fixed.collector.add(collected, result, row.head)
-        return collected, put_slot(inbox, here, message), gradients, of_inputs
+        inbox = run_if(is_last, lambda inbox: put_slot(inbox, row.head_slot, message), inbox)
+        return collected, inbox, gradients, of_inputs
 
     sums = carried.outer_gradients, carried.input_gradients
     through = carried.collected, carried.inboxes["dy"], *sums

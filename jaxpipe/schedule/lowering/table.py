@@ -6,7 +6,7 @@ integer per field: that of its own stage. A table holds the same rows as columns
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,6 +41,8 @@ class Cell:
       gradient: gradient slot (sharded gradients only).
       carry: slot of what layers hand from slice to slice of a sequence (slices only).
       carry_gradient: slot of its cotangent.
+      number: number of its place in the program, where that knows all places
+        (`TickTable.cell_numbers`).
     """
 
     layers: Integer
@@ -54,6 +56,7 @@ class Cell:
     gradient: Integer
     carry: Integer = None
     carry_gradient: Integer = None
+    number: Integer = None
 
     @property
     def runs(self) -> Any:
@@ -292,10 +295,42 @@ class TickTable:
 
     def cells(self, kind: Kind, fields: Sequence[str]) -> list[dict[str, int]]:
         """Lists the distinct values of these fields in cells of a kind, on any stage."""
+        values, _ = self._distinct(kind, fields)
+        return [dict(zip(fields, row, strict=True)) for row in values.tolist()]
+
+    def cell_numbers(self, kind: Kind, fields: Sequence[str]) -> np.ndarray:
+        """Numbers the cells of a kind as `cells` lists them, int32 ``[ticks, stages]``; `NONE`
+        where a cell has no layers."""
+        runs = self.passes[kind].layers > 0
+        numbers = np.full(runs.shape, NONE, np.int32)
+        _, numbers[runs] = self._distinct(kind, fields)
+        return numbers
+
+    def _distinct(self, kind: Kind, fields: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the distinct values of `cells`, and which of them every cell with layers has."""
         columns = self.passes[kind]
         runs = columns.layers > 0
         values = np.stack([getattr(columns, field)[runs] for field in fields], axis=1)
-        return [dict(zip(fields, row, strict=True)) for row in np.unique(values, axis=0).tolist()]
+        distinct, numbers = np.unique(values, axis=0, return_inverse=True)
+        return distinct, numbers.reshape(-1)
+
+    def branches(
+        self, kinds: Collection[Kind]
+    ) -> tuple[list[int], list[tuple[Edges, ...]], list[int]]:
+        """Lists the distinct exchanges of messages of these kinds.
+
+        Returns:
+          The channels that any exchange uses, the pairs that each distinct exchange connects on
+          them, and the number of each of `exchanges` among these.
+        """
+        used = [
+            number
+            for number, channel in enumerate(self.channels)
+            if channel.kind in kinds and any(pairs[number] for pairs in self.exchanges)
+        ]
+        found = [tuple(pairs[number] for number in used) for pairs in self.exchanges]
+        distinct = list(dict.fromkeys(found))
+        return used, distinct, [distinct.index(pairs) for pairs in found]
 
     @property
     def rows(self) -> Row:
