@@ -183,29 +183,24 @@ class Unrolled(_Alike):
                 arrays, carry = self._run_rows([(c, layer)], runs, step, arrays, carry)
         return arrays, carry
 
+    def part(self, arrays: Arrays, chunks: Collection[Chunk]) -> Arrays:
+        rows = [(chunk, layer) for chunk, count in chunks for layer in range(count)]
+        return self._own(arrays, rows)
+
+    def with_part(self, arrays: Arrays, part: Arrays) -> Arrays:
+        return _joined(arrays, part)
+
     def run_chunk(
-        self,
-        chunk: ChunkSpan,
-        runs: Index,
-        body: Body,
-        arrays: Arrays,
-        carry: Carry,
-        *,
-        down: bool = False,
+        self, chunk: Chunk, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
         # The body sees the arrays of its layer alone: XLA for GPUs adds a product to a sum in its
         # matmul only if no barrier of another layer stands before the sum.
         number, count = chunk
-        layers = range(count)
-
-        def run(arrays: Arrays, carry: Carry) -> tuple[Arrays, Carry]:
-            for layer in reversed(layers) if down else layers:
-                own = self._own(arrays, [(number, layer)])
-                own, carry = body(number, layer, own, carry)
-                arrays = _joined(arrays, own)
-            return arrays, carry
-
-        return self._run_rows([(number, layer) for layer in layers], runs, run, arrays, carry)
+        for layer in reversed(range(count)) if down else range(count):
+            own = self._own(arrays, [(number, layer)])
+            own, carry = body(number, layer, own, carry)
+            arrays = _joined(arrays, own)
+        return arrays, carry
 
     def _run_rows(
         self, rows: Rows, runs: Index, body: Body, arrays: Arrays, carry: Carry

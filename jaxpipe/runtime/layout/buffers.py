@@ -147,8 +147,8 @@ class SharedBuffers:
             buffers[where.buffer] = self._in_order(written)
         return buffers
 
-    def part(self, buffers: Arrays, slot: Index, layers: Iterable[Index]) -> Arrays:
-        """Selects the arrays in which some layers of a slot lie: here all."""
+    def part(self, buffers: Arrays, slots: Iterable[tuple[Index, Iterable[Index]]]) -> Arrays:
+        """Selects the arrays in which some layers of some slots lie: here all."""
         return buffers
 
     def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
@@ -205,10 +205,10 @@ class KnownSlots:
         """Makes the arrays, filled with what ``fill`` makes of a shape."""
         return jax.tree.map(fill, self.shapes(slots))
 
-    def part(self, buffers: Arrays, slot: int, layers: Iterable[int]) -> Arrays:
+    def part(self, buffers: Arrays, slots: Iterable[tuple[int, Iterable[int]]]) -> Arrays:
         """As `SharedBuffers.part`."""
-        numbers = (slot * self._num_layers + layer for layer in layers)
-        return {n: buffers[n] for n in numbers}
+        numbers = {slot * self._num_layers + layer for slot, layers in slots for layer in layers}
+        return {n: buffers[n] for n in sorted(numbers)}
 
     def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
         """As `SharedBuffers.with_part`."""

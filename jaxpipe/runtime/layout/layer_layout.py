@@ -217,23 +217,20 @@ class LayerLayout(Piece, abc.ABC):
 
         return lax.fori_loop(lo, hi, step, (arrays, carry))
 
+    def part(self, arrays: Arrays, chunks: Collection[Chunk]) -> Arrays:
+        """Selects the arrays of some chunks, where every row has arrays of its own."""
+        raise NotImplementedError
+
+    def with_part(self, arrays: Arrays, part: Arrays) -> Arrays:
+        """Replaces such a part."""
+        raise NotImplementedError
+
     def run_chunk(
-        self,
-        chunk: ChunkSpan,
-        runs: Index,
-        body: Body,
-        arrays: Arrays,
-        carry: Carry,
-        *,
-        down: bool = False,
+        self, chunk: Chunk, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
-        """Runs the layers of a chunk, which the program knows, in one loop of one trip or none.
+        """Runs the layers of a chunk, which the program knows, without a loop.
 
-        Layouts in which every row has arrays of its own can. ``body`` is as for `loop`.
-
-        Args:
-          chunk: chunk and number of layers, both integers.
-          runs: whether the loop has a trip.
+        Layouts in which every row has arrays of its own can. Arguments are as for `loop`.
         """
         raise NotImplementedError
 

@@ -38,7 +38,7 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, TickTable, Transfer
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, Transfer
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -199,7 +199,7 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
 
     Its trip count is the same on every device.
     """
-    rows = _of_stage(fixed.table, fixed.stage)
+    rows = _of_stage(fixed)
     found, rounds = fixed.bodies
     steps = [partial(tick, fixed, batch, parts=parts) for parts in found]
     if len(rounds) == 1:
@@ -240,15 +240,18 @@ def _at_edge(
     return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
 
 
-def _of_stage(table: TickTable, stage: jax.Array) -> Row:
-    """The rows as one stage sees them, int32 ``[ticks]``."""
-    rows = jax.tree.map(jnp.asarray, table.rows)
+def _of_stage(fixed: Fixed) -> Row:
+    """The rows as the stage sees them, int32 ``[ticks]``."""
+    rows = jax.tree.map(jnp.asarray, fixed.table.rows)
+    cells = rows.cells
+    if fixed.knows_chunks:
+        cells = {kind: fixed.numbered(kind, cell) for kind, cell in cells.items()}
 
     def own(columns: Tree) -> Tree:
-        return jax.tree.map(lambda column: column[:, stage], columns)
+        return jax.tree.map(lambda column: column[:, fixed.stage], columns)
 
     return rows._replace(
-        cells=own(rows.cells),
+        cells=own(cells),
         arrivals=own(rows.arrivals),
         gather=own(rows.gather),
         reduce=own(rows.reduce),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -236,6 +236,11 @@ class Fixed:
         """Names the fields of a kind's cells that the program knows, if it knows these slots."""
         return "chunk", "layers", *(name for name in RESIDUALS_OF[kind] if name in known)
 
+    def numbered(self, kind: Kind, cell: Cell) -> Cell:
+        """The cells of a kind with their numbers."""
+        numbers = self.table.cell_numbers(kind, self.fields(kind, self.known_slots))
+        return dataclasses.replace(cell, number=jnp.asarray(numbers))
+
     @property
     def known_slots(self) -> list[str]:
         """Names of the residuals whose slots the program knows."""
@@ -368,13 +373,14 @@ class Work:
     action: Kind
     cell: Cell
 
-    def part_of(self, carried: Carried, layers: Sequence[int]) -> Carried:
-        """Leaves of known residuals only those that some layers of the action read or write."""
+    def part_of(self, carried: Carried, places: Collection[tuple[Cell, Iterable[int]]]) -> Carried:
+        """Leaves of known residuals only those that some layers of some cells of the action read or
+        write."""
         fixed, residuals = self.fixed, {}
         for name, buffers in carried.residuals.items():
             if name in RESIDUALS_OF[self.action] or name not in fixed.known_slots:
-                slot = getattr(self.cell, name)
-                residuals[name] = fixed.residuals[name].part(buffers, slot, layers)
+                slots = [(getattr(cell, name), layers) for cell, layers in places]
+                residuals[name] = fixed.residuals[name].part(buffers, slots)
         return carried.but(residuals=residuals)
 
     def with_part(self, carried: Carried, part: Carried) -> Carried:

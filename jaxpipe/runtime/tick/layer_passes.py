@@ -13,6 +13,7 @@ of them for a barrier, but lets computations read them where they lie.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,10 @@ from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import BodyParts, Row
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Cell, Row
+
+_BRANCHES = 6
+"""Loops within a loop around several cells; see docs/design/001-executor.md."""
 
 
 def run_cells(
@@ -160,7 +164,7 @@ def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
         if work.fixed.knows_chunks:
-            sums, rest = _run_chunks(work, lo < hi, sums, rest, down=down)
+            sums, rest = _run_chunks(work, work.cell.number + lo, sums, rest, down=down)
         else:
             body = _layer_body(work)
             sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
@@ -183,35 +187,52 @@ def _layer_body(work: Work) -> Body:
 
 
 def _run_chunks(
-    work: Work, may_run: Index, sums: Arrays, rest: Carried, *, down: bool
+    work: Work, number: Index, sums: Arrays, rest: Carried, *, down: bool
 ) -> tuple[Arrays, Carried]:
-    """Runs a cell whose place the program knows: one loop for every chunk that it may be, and for
-    every slot that it may use, of which one runs, or none."""
-    fixed = work.fixed
-    fields = fixed.fields(work.action, fixed.known_slots)
-    for given in fixed.table.cells(work.action, fields):
-        chunk = given["chunk"], given["layers"]
-        matches = (getattr(work.cell, field) == number for field, number in given.items())
-        known = dataclasses.replace(work, cell=dataclasses.replace(work.cell, **given))
+    """Runs the cell of this number, whose place the program knows; none if it is `NONE`.
 
-        def body(
-            chunk: int, layer: int, sums: Arrays, rest: Carried, work: Work = known
-        ) -> tuple[Arrays, Carried]:
-            part = work.part_of(rest, [layer])
-            sums, part = _layer_body(work)(chunk, layer, sums, part)
-            return sums, work.with_part(rest, part)
+    A loop of one trip or none stands around all cells, in it loops around fewer of them, and so on
+    down to one: a stage passes few of them, however many cells there are.
+    """
+    fixed, params = work.fixed, work.fixed.params
+    places = fixed.table.cells(work.action, fixed.fields(work.action, fixed.known_slots))
+    cells = [dataclasses.replace(work.cell, **place) for place in places]
 
-        with jax.named_scope("_".join(f"{field}{number}" for field, number in given.items())):
-            sums, part = fixed.params.run_chunk(
-                chunk,
-                functools.reduce(jnp.logical_and, matches, may_run),
+    def run_one(cell: Cell, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
+        known = dataclasses.replace(work, cell=cell)
+
+        def body(chunk: int, layer: int, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
+            part = known.part_of(rest, [(cell, [layer])])
+            sums, part = _layer_body(known)(chunk, layer, sums, part)
+            return sums, known.with_part(rest, part)
+
+        return params.run_chunk((cell.chunk, cell.layers), body, sums, rest, down=down)
+
+    def run_among(numbers: range, through: tuple[Index, Arrays, Carried]) -> Any:
+        """Runs the cell if it is one of these, and returns `NONE` in place of its number."""
+        first, last = numbers[0], numbers[-1]
+        known = [(cells[n], range(cells[n].layers)) for n in numbers]
+
+        def body(through: tuple[Index, Arrays, Carried]) -> Any:
+            if first == last:
+                return jnp.full_like(through[0], NONE), *run_one(cells[first], *through[1:])
+            size = -(-len(numbers) // _BRANCHES)
+            for start in range(0, len(numbers), size):
+                through = run_among(numbers[start : start + size], through)
+            return through
+
+        number, sums, rest = through
+        own = params.part(sums, [(cell.chunk, cell.layers) for cell, _ in known])
+        place = {"cells": first, "to": last} if first < last else places[first]
+        with jax.named_scope("_".join(f"{field}{value}" for field, value in place.items())):
+            number, own, part = lax.while_loop(
+                lambda through: (first <= through[0]) & (through[0] <= last),
                 body,
-                sums,
-                known.part_of(rest, range(given["layers"])),
-                down=down,
+                (number, own, work.part_of(rest, known)),
             )
-        rest = known.with_part(rest, part)
-    return sums, rest
+        return number, params.with_part(sums, own), work.with_part(rest, part)
+
+    return run_among(range(len(cells)), (number, sums, rest))[1:]
 
 
 def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carried:

@@ -51,9 +51,6 @@ from jaxpipe.schedule.problems import refuse
 _MOST_COPIES = 300
 """Largest number of layers in the loops of a program that knows slots; each takes 0.3 s to
 compile. See docs/design/001-executor.md."""
-_MOST_LOOPS = 33
-"""Largest number of such loops, most of them empty, that a stage passes per layer that it runs: at
-3 us each, 0.1 ms, less than a layer's copies take."""
 
 
 def fix(
@@ -141,18 +138,17 @@ def _known(fixed: Fixed) -> tuple[str, ...]:
     """Chooses the residuals whose slots the program knows: all, or what goes from B to W, which is
     most of what is copied in place of them, or none."""
 
-    (bodies, rounds), passes = fixed.bodies, fixed.table.passes
-    layers_run = sum(cell.layers.sum(axis=0) for cell in passes.values()).max()
+    passes = fixed.table.passes
 
     def fits(known: tuple[str, ...]) -> bool:
-        """Counts the layers in the loops of all bodies of ticks, and the loops of all ticks."""
-        copies, loops = 0, 0
-        for parts, ticks in zip(bodies, rounds.sum(axis=0), strict=True):
-            for kind in filter(parts.has, passes):
-                cells = fixed.table.cells(kind, fixed.fields(kind, known))
-                copies += sum(cell["layers"] for cell in cells)
-                loops += len(cells) * ticks
-        return copies <= _MOST_COPIES and loops <= _MOST_LOOPS * layers_run
+        """Counts the layers in the loops of all bodies of ticks."""
+        copies = sum(
+            cell["layers"]
+            for parts in fixed.bodies[0]
+            for kind in filter(parts.has, passes)
+            for cell in fixed.table.cells(kind, fixed.fields(kind, known))
+        )
+        return copies <= _MOST_COPIES
 
     return next((known for known in (RESIDUALS, RESIDUALS[-1:]) if fits(known)), ())
 
