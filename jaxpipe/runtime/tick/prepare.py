@@ -49,7 +49,7 @@ from jaxpipe.runtime.types import (
 from jaxpipe.schedule.problems import refuse
 
 _MOST_COPIES = 300
-"""Largest number of layers in the loops of a program that knows slots; each takes 0.3 s to
+"""Largest number of layers in the loops of a program that knows slots; each takes 0.3 to 0.5 s to
 compile. See docs/design/001-executor.md."""
 
 
