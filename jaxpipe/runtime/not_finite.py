@@ -136,10 +136,10 @@ def _described(broken: Broken, num_slices: int) -> NotFinite:
 
 def _detail(broken: Broken) -> str:
     """Names what in a layer made the value, as far as it can be known."""
-    if not broken.args:
-        return ""
     if names := _not_finite(broken.args[0]):
         return f"parameters that are not finite: {', '.join(names)}"
+    if broken.run is None:
+        return ""
     checked = checkify.checkify(broken.run, errors=checkify.nan_checks)
     try:
         error, _ = jax.jit(checked)(*broken.args)

@@ -500,8 +500,8 @@ class LayerWork(Work):
         fixed.setup.watch.look(
             self.action,
             (fixed.stage, chunk, number, self.cell.microbatch, fixed.shard),
-            run,
-            () if fixed.setup.model.uses_axes else args,  # no device has whole ones
+            None if fixed.setup.model.uses_axes else run,  # it needs the mesh
+            args,
             given=given,
             made=made,
             begins=number == first,

@@ -263,7 +263,8 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
         y, *_ = kind.split.forward(*args, state=state)
     else:
         y = kind.function(*args) if state is None else kind.function(*args, state)
-    work.look(kind.function, args if state is None else (*args, state), given=x, made=y)
+    run = kind.split.forward if fixed.setup.quantizes else kind.function
+    work.look(run, args if state is None else (*args, state), given=x, made=y)
     if state is not None:
         y, new = y
         carried = _renew(work, carried, new) if work.action is Kind.F else carried

@@ -5,6 +5,7 @@ Where an action of a layer makes one from finite values, the device calls the ho
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ class Broken(NamedTuple):
       layer: its canonical number.
       microbatch: number of the pass; slices of a sequence are passes of their own.
       was_given: whether its input was not finite either: it came from the embedding or the head.
-      run, args: the action's function, and what the device gave to it.
+      run, args: the action's function, None if it runs on the mesh alone, and what the device gave
+        to it.
     """
 
     kind: Kind
@@ -34,7 +36,7 @@ class Broken(NamedTuple):
     microbatch: int
     shard: int
     was_given: bool
-    run: Callable[..., Tree]
+    run: Callable[..., Tree] | None
     args: tuple[Tree, ...]
 
 
@@ -48,7 +50,7 @@ class Watch:
         self,
         kind: Kind,
         place: Sequence[Index],
-        run: Callable[..., Tree],
+        run: Callable[..., Tree] | None,
         args: tuple[Tree, ...],
         *,
         given: Tree,
@@ -73,9 +75,10 @@ class Watch:
             stage, chunk, layer, microbatch, shard, was_given = np.asarray(told).tolist()
             args = jax.tree.unflatten(structure, map(np.asarray, arrays))
             place = stage, chunk, layer, microbatch, shard
-            self.told.append(Broken(kind, *place, bool(was_given), with_keys, args))
+            whole = None if run is None else functools.partial(with_keys, run)
+            self.told.append(Broken(kind, *place, bool(was_given), whole, args))
 
-        def with_keys(*args: Tree) -> Tree:
+        def with_keys(run: Callable[..., Tree], *args: Tree) -> Tree:
             pairs = zip(jax.tree.leaves(args), is_key, strict=True)
             whole = [jax.random.wrap_key_data(w) if key else w for w, key in pairs]
             return run(*jax.tree.unflatten(structure, whole))
