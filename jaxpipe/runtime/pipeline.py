@@ -130,6 +130,7 @@ class Pipeline(Assembly):
         validate(built)
         leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
         mesh, decided = with_auto_axes(mesh), given.on(mesh, axes, model, built)
+        model = model.in_pairs() if decided.pair_layers else model
         super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=decided)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))
 

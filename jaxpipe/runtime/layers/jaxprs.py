@@ -128,6 +128,25 @@ def needed(
     return kept[::-1]
 
 
+def narrowed(eqns: Eqns, outputs: Iterable[Atom]) -> list[Eqn]:
+    """Leaves out of barriers the values that nothing reads behind them.
+
+    A backward that runs a barrier of the forward again would otherwise keep all of its operands.
+    """
+    read = {v for v in outputs if is_var(v)}
+    narrow = []
+    for eqn in reversed(eqns):
+        if eqn.primitive.name == "optimization_barrier":
+            pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in read]
+            if not pairs:
+                continue
+            invars, outvars = map(list, zip(*pairs, strict=True))
+            eqn = eqn.replace(invars=invars, outvars=outvars)
+        read.update(v for v in eqn.invars if is_var(v))
+        narrow.append(eqn)
+    return narrow[::-1]
+
+
 def reads(eqns: Eqns, outputs: Iterable[Atom]) -> Vars:
     """Finds the variables that the equations read or that are returned, made here or not."""
     reads = {v for eqn in eqns for v in eqn.invars if is_var(v)}

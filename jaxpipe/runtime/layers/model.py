@@ -54,6 +54,9 @@ class Model:
         all layers read, ``layer_params`` is the pair (the layer's own, shared). A layer with a loss
         of its own, such as the balance loss of a mixture of experts, returns
         `jaxpipe.WithLoss(x, loss)` in place of x.
+      paired_layer: the same as ``layer`` for pipelines that run layers in pairs (``pair_layers``),
+        which hide collectives of a forward beside the backward's matmuls, so that a layer need not
+        hide its own. None for ``layer`` itself.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar, or float64
         under ``jax_enable_x64``: the mean loss of one microbatch. The loss of a batch is the mean
         over microbatches and data shards, which divides a sum by their number. Where they have
@@ -109,9 +112,10 @@ class Model:
     stateful: bool = False
     carry: Any = None  # a function or a tuple of them, as layer
     output: Callable[[OuterParams, Activation, Batch, Key], Tree] = _last_activation
+    paired_layer: Any = None  # as layer
 
     def __post_init__(self) -> None:
-        for name in ("layer", "carry"):  # a model is compared and hashed
+        for name in ("layer", "carry", "paired_layer"):  # a model is compared and hashed
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -124,6 +128,11 @@ class Model:
     def layers_are_alike(self) -> bool:
         """Whether all layers have the same function."""
         return not isinstance(self.layer, tuple)
+
+    def in_pairs(self) -> "Model":
+        """The model whose layers are those for pairs."""
+        pairs = self.paired_layer
+        return self if pairs is None else dataclasses.replace(self, layer=pairs)
 
     def layer_function(self, number: int) -> Callable[..., Tree]:
         """The function of a layer, by its canonical number."""

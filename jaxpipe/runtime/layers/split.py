@@ -334,6 +334,7 @@ def split_layer(
     inputs, results = program.jaxpr.invars, program.jaxpr.outvars
     own, gradients = len(inputs) - num_dy, len(results) - num_x - num_trained
     forward, backward = jaxprs.divided(program.jaxpr.eqns, results[:gradients], set(inputs[own:]))
+    backward = jaxprs.narrowed(backward, results[gradients:])
     y = outputs if state is None else outputs[0]
     return _cut(
         _Traced(
