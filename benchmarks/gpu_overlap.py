@@ -1,12 +1,15 @@
-"""How much of what layers communicate do matmuls hide, in pairs and one after the other?
+"""How much of what layers communicate do matmuls hide, in pairs, in pieces and without?
 
-Compiles a step whose schedule overlaps forwards with backwards, for 8 layers on 2 stages of the
-meshes of `benchmarks/gpu_large.py`, without a GPU, and runs nothing. For every loop over layers of
-a tick it prints the modelled time of one layer, how much of it only waits for collectives, and how
-many collectives of more than 1 MB have a matmul between start and end. Memory is what the step
-takes beside its arguments.
+Compiles a step for 8 layers on 2 stages of the meshes of `benchmarks/gpu_large.py`, without a GPU,
+and runs nothing. If the schedule overlaps forwards with backwards, layers run one after the other
+and in pairs; with any other schedule whole, and in pieces of the sequence (`models.pieces`, with
+cuDNN's attention). For every loop over layers of a tick it prints the modelled time of one layer,
+how long its collectives take, how much of that no computation hides, and how many collectives of
+more than 1 MB have a matmul between start and end. Memory is what the step takes beside its
+arguments.
 
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model llama-70b --remat dots
+    .venv-gpu/bin/python benchmarks/gpu_overlap.py --schedule zb-v --tensor 4 --weights unrolled
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --fused --weights unrolled
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --remat full --zero 3 \\
         --stages 8 --layers 32
@@ -15,6 +18,7 @@ takes beside its arguments.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -22,6 +26,7 @@ import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -31,11 +36,11 @@ import jax
 import numpy as np
 
 from benchmarks import gpu_large
-from benchmarks.hlo import HloProgram, scope_of
+from benchmarks.hlo import HloProgram, layers_of, scope_of
 from benchmarks.kernels import Use, is_kernel, kernel
 from benchmarks.roofline import Roofline, total
 from jaxpipe import schedules
-from jaxpipe.planning.without_devices import use_gpu_flags
+from jaxpipe.planning.without_devices import attention_of_gpus, use_gpu_flags
 from jaxpipe.runtime.measure import (
     PLAIN_UPDATES,
     bytes_beside_arguments,
@@ -45,6 +50,7 @@ from jaxpipe.runtime.measure import (
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators.depth_first import depth_first
 from jaxpipe.schedule.placement import linear
+from models import gpt
 
 _COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
@@ -70,11 +76,13 @@ class Loop(NamedTuple):
     """A loop over layers of a tick.
 
     Args:
-      layer, waits: modelled milliseconds of a layer, and those of them that wait for collectives.
+      layer, communicates, waits: modelled milliseconds of a layer, those of its collectives, and
+        those that wait for them.
       collectives, hidden: those above 1 MB, and how many have a matmul between start and end.
     """
 
     layer: float
+    communicates: float
     waits: float
     collectives: float
     hidden: float
@@ -88,8 +96,12 @@ def loops(program: HloProgram) -> dict[str, Loop]:
             if (scope := scope_of(loop)) and scope.name.isupper():
                 name = loop.calls["body"]
                 spent = roofline.body(name)
-                times = 1e3 * total(spent), 1e3 * spent[Use.TRANSFERS]
-                by_name.setdefault(scope.name, []).append(Loop(*times, *hidden(program, name)))
+                seconds = total(spent), roofline.transfers(name), spent[Use.TRANSFERS]
+                found = *seconds, *hidden(program, name)
+                scale = [1e3, 1e3, 1e3, 1, 1]
+                by_name.setdefault(scope.name, []).append(
+                    Loop(*np.multiply(found, scale) / layers_of(loop))
+                )
     return {name: Loop(*np.mean(found, axis=0)) for name, found in by_name.items()}
 
 
@@ -115,11 +127,15 @@ def hidden(program: HloProgram, body: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=gpu_large.MODELS, default="llama-70b")
+    parser.add_argument("--schedule", default="dualpipe-v-published")
     parser.add_argument("--remat", default="dots")
     parser.add_argument("--weights", default="stacked")
-    parser.add_argument("--fused", action="store_true", help="1F1B in place of DualPipe-V")
+    parser.add_argument("--fused", action="store_true", help="1F1B in place of the schedule")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument(
+        "--tensor", type=int, help="devices that share a layer; default: the mesh's"
+    )
     parser.add_argument("--zero", type=int, default=0)
     args = parser.parse_args()
     use_gpu_flags()
@@ -127,26 +143,36 @@ def main() -> None:
     config = dataclasses.replace(config, num_layers=args.layers)
     stages, microbatches = args.stages, 4 * args.stages
     sizes = sizes | {"stage": stages} | ({"data": 1} if "expert" not in sizes else {})
-    schedule = schedules.build("dualpipe-v-published", stages=stages, microbatches=microbatches)
+    sizes |= {} if args.tensor is None else {"tensor": args.tensor}
+    schedule = schedules.build(args.schedule, stages=stages, microbatches=microbatches)
     if args.fused:
         schedule = overlapped_one_f_one_b(stages, microbatches, fused=True)
     tokens = sizes["data"] * microbatches, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(tokens, "int32")}
-    for pair_layers in (False, True):
-        options = {"remat": args.remat, "weights": args.weights, "pair_layers": pair_layers}
-        pipe = gpu_large.pipeline(config, sizes, schedule=schedule, zero=args.zero, **options)
-        began = time.process_time()
-        step = compiled(pipe, batch, updates=PLAIN_UPDATES)
-        seconds, size = time.process_time() - began, bytes_beside_arguments(step)
-        predicted = sum(predicted_bytes(pipe, batch).values())
+    options = {"remat": args.remat, "weights": args.weights, "zero": args.zero}
+    whole = mock.patch.object(gpt, "num_pieces", return_value=1)
+    for hides in (False, True):
+        with contextlib.ExitStack() as stack:
+            if schedule.overlapped:
+                options["pair_layers"] = hides
+            else:
+                stack.enter_context(attention_of_gpus())
+                stack.enter_context(contextlib.nullcontext() if hides else whole)
+            pipe = gpu_large.pipeline(config, sizes, schedule=schedule, **options)
+            began = time.process_time()
+            step = compiled(pipe, batch, updates=PLAIN_UPDATES)
+            seconds, size = time.process_time() - began, bytes_beside_arguments(step)
+            predicted = sum(predicted_bytes(pipe, batch).values())
+        how = "in pairs" if schedule.overlapped else "in pieces"
         print(
-            f"{'in pairs' if pair_layers else 'one after the other'}: {size / 1e9:.2f} GB, "
+            f"{how if hides else 'without'}: {size / 1e9:.2f} GB, "
             f"predicted {predicted / 1e9:.2f} GB, compiled in {seconds:.0f} CPU s",
             flush=True,
         )
         for name, loop in loops(HloProgram(step.as_text())).items():
             print(
-                f"  {name}: {loop.layer:.2f} ms per layer, {loop.waits:.2f} of them wait; "
+                f"  {name}: {loop.layer:.2f} ms per layer, {loop.communicates:.2f} of "
+                f"collectives, {loop.waits:.2f} exposed; "
                 f"{loop.hidden:g} of {loop.collectives:g} collectives have a matmul beside",
                 flush=True,
             )

@@ -174,6 +174,12 @@ class Roofline:
         starts = (row for row in rows if row.opcode.removesuffix("-start") in _STARTS)
         return tuple(map(self._per_byte, starts))
 
+    def transfers(self, computation: str) -> float:
+        """The seconds of a computation's own collectives, exposed or not."""
+        rows = self.program.computations[computation]
+        started = (row for row in rows if row.opcode.removesuffix("-start") in _STARTS)
+        return sum(self._transfer_seconds(computation, row) for row in started)
+
     def _transfer_seconds(self, computation: str, row: Instruction) -> float:
         return self._per_byte(row) * sum(
             sum(one.bytes) for one in self.program.operands(computation, row)

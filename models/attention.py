@@ -70,11 +70,19 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
         """Mixes the tokens of whole sequences, or of slices from ``start``: see `attend`."""
+        tensor = self.sharing.tensor
+        mixed_BTE, cache = self.mix(self.qkv(tensor.gather(x_BTE)), documents_BS, cache, start)
+        return self.out(mixed_BTE, tensor.scatter), cache
+
+    def mix(self, qkv_BTE, documents_BS, cache, start):
+        """Mixes the values of this device's heads, given its columns of queries, keys and values.
+
+        Returns what ``out`` multiplies, and the cache.
+        """
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
-        x_BTE = tensor.gather(x_BTE)
-        num_rows, length, _ = x_BTE.shape
+        num_rows, length, _ = qkv_BTE.shape
         queries = tensor.part(config.num_heads, "num_heads")
-        q_BTNH, k_BTKH, v_BTKH = tensor.heads(self.qkv(x_BTE), queries, config.head_width)
+        q_BTNH, k_BTKH, v_BTKH = tensor.heads(qkv_BTE, queries, config.head_width)
         if config.qk_norm:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.positions == "rotary":
@@ -92,7 +100,7 @@ class Attention(nnx.Module):
             start,
             sinks_N=self.sinks[...] if config.attention_sinks else None,
         )
-        return self.out(mixed_BTNH.reshape(num_rows, length, -1), tensor.scatter), cache
+        return mixed_BTNH.reshape(num_rows, length, -1), cache
 
 
 def configured(config: GPTConfig, is_local: bool) -> Callable[..., jax.Array]:

@@ -30,6 +30,7 @@ from models.blocks import GATED, INIT_STDDEV, Linear, function_of, rms_norm, sof
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
 from models.latent_attention import LatentAttention
+from models.pieces import Pieces, in_turn, num_pieces, staggered
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor
 
@@ -52,11 +53,18 @@ class MLP(nnx.Module):
 
     def __call__(self, x):
         x = self.tensor.gather(x)
-        if self.gate is None:
-            hidden = jax.nn.gelu(self.up(x))
-        else:
-            hidden = GATED[self.config.activation](self.gate(x), self.up(x))
+        hidden = self.hidden(*(linear(x) for linear in self.ups))
         return self.down(hidden, self.tensor.scatter)
+
+    @property
+    def ups(self) -> list[Linear]:
+        """The linear maps of the input, the gate first."""
+        return [self.up] if self.gate is None else [self.gate, self.up]
+
+    def hidden(self, *branches):
+        """The values that ``down`` multiplies, by the results of `ups`."""
+        activation = jax.nn.gelu if self.gate is None else GATED[self.config.activation]
+        return activation(*branches)
 
 
 class Block(nnx.Module):
@@ -94,6 +102,10 @@ class Block(nnx.Module):
 
     def mix(self, x, documents, cache, start):
         """Mixes tokens, then numbers of a token, of one residual stream."""
+        tensor = self.sharing.tensor
+        has_pieces = isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
+        if has_pieces and not self.config.dropout and (count := num_pieces(x, tensor)) > 1:
+            return self._mix_pieces(Pieces(tensor, count), x, documents, cache, start)
         attended, cache = self.attention(self.attention_norm(x), documents, cache, start)
         if self.config.post_norm:
             attended = self.attention_post_norm(attended)
@@ -104,6 +116,51 @@ class Block(nnx.Module):
         if self.config.post_norm:
             y = self.mlp_post_norm(y)
         return x + self.sharing.dropout(self.mlp_dropout, y), loss, cache
+
+    def _mix_pieces(self, pieces, x, documents, cache, start):
+        """`mix` with its collectives beside matmuls, of other pieces of the sequence."""
+        tensor, attention, mlp = pieces.tensor, self.attention, self.mlp
+        assert isinstance(attention, Attention)
+        qkv, ups = (pieces.columns(linears, x) for linears in ([attention.qkv], mlp.ups))
+        out, down = (pieces.rows(linear, x) for linear in (attention.out, mlp.down))
+        post_norms = [lambda y: y] * 2
+        if self.config.post_norm:
+            post_norms = [self.attention_post_norm, self.mlp_post_norm]
+
+        def gather(n, own):
+            return qkv.take(n, tensor.gather(own), own)
+
+        def multiply(n, whole):
+            (columns,) = qkv.finish(n, *qkv.products(whole))
+            return columns
+
+        def multiply_mixed(n, mixed):
+            return out.products(out.take(n, mixed, mixed))
+
+        def exchange(n, value):
+            x, (y,) = value
+            (y,) = out.finish(n, tensor.scatter(y))
+            x = x + post_norms[0](y)
+            own = self.mlp_norm(x)
+            return x, ups.take(n, tensor.gather(own), own)
+
+        def run_mlp(n, value):
+            x, whole = value
+            hidden = mlp.hidden(*ups.finish(n, *ups.products(whole)))
+            return x, down.products(down.take(n, hidden, hidden))
+
+        def end(n, value):
+            x, (y,) = value
+            (y,) = down.finish(n, tensor.scatter(y))
+            return x + post_norms[1](y)
+
+        columns = staggered([gather, multiply], pieces.split(self.attention_norm(x)))
+        mixed, cache = attention.mix(pieces.whole(columns), documents, cache, start)
+        # What the first piece communicates lies beside these matmuls of the others.
+        products = in_turn(multiply_mixed, pieces.of_whole(mixed))
+        values = list(zip(pieces.split(x), products, strict=True))
+        x = jnp.concatenate(staggered([exchange, run_mlp, end], values), axis=1)
+        return x, None, cache
 
 
 class FurtherBlock(Block):
@@ -286,6 +343,10 @@ def model(
     functions = {kind: _layer(config, kind, sharing) for kind in set(config.layer_kinds)}
     layers = tuple(functions[kind] for kind in config.layer_kinds)
     layer = layers[0] if config.layers_are_alike else layers
+    paired_layer = None
+    if tensor_axis is not None and config.layers_are_alike:
+        whole = dataclasses.replace(sharing, tensor=Tensor(tensor_axis, in_pieces=False))
+        paired_layer = _layer(config, config.layer_kinds[0], whole)
     outer = _outer_shapes(config)
     split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
     shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
@@ -300,6 +361,7 @@ def model(
         axis_split=own,
         carry=None if config.has_states or config.mtp_loss is not None else carry,
         output=output,
+        paired_layer=paired_layer,
     )
 
 

@@ -32,9 +32,11 @@ class Tensor:
 
     Args:
       axis: their mesh axis, inside `jax.shard_map`; None for a layer that is not shared.
+      in_pieces: whether a layer may hide its own collectives: `models.pieces`.
     """
 
     axis: str | None = None
+    in_pieces: bool = True
 
     @property
     def size(self) -> int:

@@ -225,7 +225,7 @@ class Planned:
     def _pipeline(self, task: Task, config: Config, remat: str, **axes: Any) -> Pipeline:
         """Makes a pipeline of one stage on as many devices as the axes have."""
         return Pipeline(
-            task.model(train=True),
+            task.model(train=True).in_pairs(),  # the planner hides collectives in pairs alone
             self._params,
             schedule=schedules.build(
                 "1f1b", stages=1, microbatches=_MICROBATCHES, slices=configured.slices(config)
