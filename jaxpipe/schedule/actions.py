@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxpipe.schedule.placement import Placement
 
@@ -101,7 +101,7 @@ class Schedule:
         the opposite order.
       ticks: ``ticks[d][k]`` is the tick, from 0, in which stage ``d`` runs action ``k`` of its
         order; None for the earliest in which it can. A tick in which a stage runs nothing takes it
-        no time (`jaxpipe.schedule.pacing`).
+        no time (`jaxpipe.schedule.pacing`), and two actions may share one (`may_share_tick`).
     """
 
     name: str
@@ -136,6 +136,18 @@ class Schedule:
     @property
     def num_chunks(self) -> int:
         return self.placement.num_chunks
+
+
+def may_share_tick(actions: Sequence[Action]) -> bool:
+    """Whether actions that follow each other may run in one tick: an F or a B, and a W of the same
+    chunk, so that there is one chunk whose weights are used.
+
+    Example:
+      >>> [may_share_tick([*map(Action.parse, text.split())]) for text in ("1B0 1W0", "1B0 2W0")]
+      [True, False]
+    """
+    kinds, virtual_stages = [a.kind for a in actions], {a.virtual_stage for a in actions}
+    return kinds in ([Kind.F, Kind.W], [Kind.B, Kind.W]) and len(virtual_stages) == 1
 
 
 def nth_backward(n: int, num_slices: int) -> int:

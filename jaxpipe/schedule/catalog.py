@@ -32,7 +32,7 @@ from jaxpipe.schedule.generators.dualpipe import dualpipe_v, dualpipe_v_publishe
 from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
-from jaxpipe.schedule.pacing import soonest_on_devices
+from jaxpipe.schedule.pacing import of_ticks, soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
 from jaxpipe.schedule.search.auto import auto
@@ -238,6 +238,7 @@ def build(
     memory_limit: float | None = None,
     costs: Costs | None = None,
     layer_costs: Sequence[Costs] | None = None,
+    seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """Builds a schedule by name.
@@ -260,6 +261,7 @@ def build(
         (`jaxpipe.schedule.pacing`).
       layer_costs: the costs of every layer of the model, in order, instead of ``costs``. All
         schedules are then of the same model, whatever their chunks.
+      seconds: about how long `auto` searches: 0 for the first schedule that fits, None for 2.
       progress: called with a few words on what `auto` does next.
 
     Raises:
@@ -293,7 +295,9 @@ def build(
         problems += [formats.no_shape(name)] if None in (stages, microbatches) else []
         problems += _misfits(chosen, given)
     if chosen is not None and chosen.generate is auto:
-        chosen = dataclasses.replace(chosen, generate=partial(auto, progress=progress))
+        chosen = dataclasses.replace(
+            chosen, generate=partial(auto, seconds=seconds, progress=progress)
+        )
     try:
         refuse(problems)
         return _built(name, chosen, given, published=as_published)
@@ -321,12 +325,18 @@ def _built(name: str, entry: Entry | None, given: dict[str, Any], *, published: 
     of_paper = {option: value for option, value in reads.items() if option not in MEASURES}
     if published:
         return paced(dataclasses.replace(entry.generate(*shape, **of_paper), name=name))
-    schedule = entry.generate(*shape, **reads)
     costs = given.get("costs")
     if not entry.reordered or costs is None or costs == UNIT:
-        return paced(schedule)
-    reordered = schedule if "costs" in entry.defaults else in_time(schedule, costs)
-    return paced(reordered, entry.generate(*shape, **of_paper))
+        return paced(entry.generate(*shape, **reads))
+    plain = entry.generate(*shape, **of_paper)
+
+    def ordered(costs: Costs) -> Schedule:
+        if "costs" in entry.defaults:
+            return entry.generate(*shape, **of_paper, costs=costs)
+        return in_time(plain, costs)
+
+    in_ticks = dict.fromkeys((costs, of_ticks(costs)))
+    return paced(*map(ordered, in_ticks), plain)
 
 
 def _of_average_chunk(

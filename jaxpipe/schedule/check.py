@@ -11,7 +11,14 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.actions import (
+    HELD,
+    Action,
+    Kind,
+    Schedule,
+    dependencies,
+    may_share_tick,
+)
 from jaxpipe.schedule.placement import Placement
 
 
@@ -344,15 +351,16 @@ class _Checks:
             if action.kind is not Kind.W
         }
         for d, row in enumerate(given):
-            k, before = 0, -1
+            k, before, last = 0, -1, tuple[Action, ...]()
             for unit in schedule.units(d):
                 read = [n for action in unit for n in results.inputs(action)]
                 least = 1 + max(before, *(sent[number] for number in read), -1)
-                if row[k] < least or set(row[k : k + len(unit)]) != {row[k]}:
+                shares = row[k] == before and may_share_tick((*last, *unit))
+                if (row[k] < least and not shares) or set(row[k : k + len(unit)]) != {row[k]}:
                     text = f"{self.spell(unit[0])} on stage {d} is in tick {row[k]}"
                     yield _Fault(f"{text}, and can run from tick {least} on.", d, k)
                     break
-                k, before = k + len(unit), row[k]
+                k, before, last = k + len(unit), row[k], () if shares else unit
 
     def slices(self) -> Iterator[_Fault]:
         """Finds slices that come before those of their sequence that they read: F reads what F of

@@ -39,7 +39,7 @@ _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Writes a schedule as PyTorch's CSV, every action in the column of its tick.
+    """Writes a schedule as PyTorch's CSV, every action in the column of its earliest tick.
 
     `parse_csv` restores the order, but not name, promised peak or ticks.
 
@@ -58,7 +58,7 @@ def write_csv(schedule: Schedule) -> str:
             f"Schedule {schedule.name!r} cuts sequences into {schedule.num_slices} slices, and "
             "PyTorch's format knows none. `jaxpipe.schedule.to_json` writes it."
         )
-    table = ticks(schedule)
+    table = ticks(dataclasses.replace(schedule, ticks=None))
     num_ticks = 1 + max(row[-1] for row in table)
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")

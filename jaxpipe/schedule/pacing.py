@@ -6,6 +6,9 @@ before. If every action runs in its earliest tick, a stage with short actions co
 than others, and waits for them; and whoever reads a message in the tick after it is sent counts
 them slower, by the time of the message. A stage that leaves out ticks while nothing is there to run
 keeps in step, and loses no time.
+
+A tick takes at least the time of a late message, which a short action does not fill. So a W may
+share the tick of the F or B before it, of the same chunk, whose result then leaves after both.
 """
 
 import dataclasses
@@ -13,7 +16,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxpipe.schedule.actions import Kind, Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule, may_share_tick
 from jaxpipe.schedule.check import Results
 from jaxpipe.schedule.simulate import Costs, of_virtual_stages, simulate, ticks
 
@@ -44,21 +47,36 @@ def soonest_on_devices(
     """
     best, ends = None, math.inf
     for schedule in schedules:
-        units = _Units(schedule, costs)
-        if max(units.given) * schedule.num_stages > _MOST_CELLS:
+        alone = _Units(schedule, costs)
+        if max(alone.given) * schedule.num_stages > _MOST_CELLS:
             best = best or schedule
             continue
-        paces = [(units.makespan(pace), max(pace), pace) for pace in units.paces()]
+        paces = [
+            (units.makespan(pace), max(pace), units, pace)
+            for units in (alone, *alone.sharing(costs))
+            for pace in units.paces()
+        ]
         enough = min(end for end, *_ in paces) * (1 + _WORTH)
-        end, _, pace = min((one for one in paces if one[0] <= enough), key=lambda one: one[1])
+        end, _, units, pace = min((one for one in paces if one[0] <= enough), key=lambda o: o[1])
         if best is None or end < ends * (1 - _ROUNDING):
             best, ends = units.in_ticks(pace), end
     assert best is not None, "there is a schedule"
     return best, ends
 
 
+def of_ticks(costs: Costs) -> Costs:
+    """Returns costs for which orders are made that run well in ticks: no action ends before a late
+    message that travels under it."""
+    f, b, w = (max(cost, costs.message) for cost in (costs.f, costs.b, costs.w))
+    return dataclasses.replace(costs, f=f, b=b, w=w)
+
+
 class _Units:
-    """The units of a schedule (`Schedule.units`) by number, stage after stage.
+    """What runs in one tick: the units of a schedule (`Schedule.units`) by number, stage after
+    stage.
+
+    Args:
+      shares: whether W share the tick of an action before them where the given ticks permit.
 
     Attributes:
       starts: when they start on the free-running clock.
@@ -66,23 +84,30 @@ class _Units:
       senders: units of other stages that send them what they read.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs | Sequence[Costs]) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs | Sequence[Costs], *, shares: bool = False
+    ) -> None:
         prices = of_virtual_stages(schedule.placement, costs)
         self.schedule, self.message = schedule, max(cost.message for cost in prices)
+        self.shares = shares
         results, sent_by = Results(schedule), dict[int, int]()
         self.stages, self.starts, self.given = list[int](), list[float](), list[int]()
         self.durations, self.sizes, inputs = list[float](), list[int](), list[list[int]]()
+        last = 0
         rows = zip(simulate(schedule, prices).rows, ticks(schedule), strict=True)
         for stage, (row, in_ticks) in enumerate(rows):
+            before: Action | None = None
             for part, tick in zip(row, in_ticks, strict=True):
                 action = part.action
-                if part is row[0] or tick > self.given[-1]:
+                joins = shares and before is not None and may_share_tick((before, action))
+                if part is row[0] or (tick > last and not joins):
                     self.stages.append(stage)
                     self.starts.append(part.start)
                     self.given.append(tick)
                     self.durations.append(0.0)
                     self.sizes.append(0)
                     inputs.append([])
+                before, last = None if joins else action, tick
                 cost = prices[action.virtual_stage]
                 more = cost.more(action.kind, action.microbatch, schedule.num_slices)
                 self.durations[-1] += cost.of(action.kind) + more
@@ -92,6 +117,11 @@ class _Units:
                     sent_by[results.number(action)] = len(inputs) - 1
         self.senders = [[sent_by[number] for number in numbers] for numbers in inputs]
         self.in_turn = sorted(range(len(self.given)), key=self.given.__getitem__)
+
+    def sharing(self, costs: Costs | Sequence[Costs]) -> "Iterator[_Units]":
+        """Yields the units in which W share ticks, if any action is shorter than a message."""
+        if not self.schedule.overlapped and min(self.durations) < self.message:
+            yield _Units(self.schedule, costs, shares=True)
 
     def paces(self) -> Iterator[list[int]]:
         """Yields ticks of all units: the given ones; those in which all messages travel late; those
@@ -162,7 +192,7 @@ class _Units:
 
     def in_ticks(self, pace: Sequence[int]) -> Schedule:
         """Returns the schedule in these ticks."""
-        if pace == self.given:
+        if pace is self.given and not self.shares:
             return self.schedule
         rows: list[list[int]] = [[] for _ in self.schedule.orders]
         for stage, tick, count in zip(self.stages, pace, self.sizes, strict=True):

@@ -26,9 +26,9 @@ REPLICAS = {"stage": 2, "data": 4, "replica": 2}
 THREE_CHUNKS = catalog.build("interleaved", stages=2, microbatches=4, chunks=3)
 """Chunks of which two fit into slots."""
 PACED = catalog.build(
-    "eager-1f1b-fused", stages=4, microbatches=6, costs=Costs(1, 1, 2, message=0.9)
+    "breadth-first", stages=4, microbatches=6, chunks=2, costs=Costs(0.4, 1, 0.5, message=1.2)
 )
-"""Ticks are left out, so that late messages have time."""
+"""Ticks are left out, so that late messages have time, and W share those of others."""
 
 # fmt: off
 CASES = [
@@ -53,7 +53,7 @@ CASES = [
      {"microbatches": 3, "together": True}),
     ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled", "late": True}),
     ("split ends", "1f1b-fused", {"stage": 2}, {}),
-    ("untied", PACED, {"stage": 4}, {"microbatches": 6, "late": True}),
+    ("untied", PACED, {"stage": 4, "data": 2}, {"zero": 3, "microbatches": 6, "late": True}),
 ]
 SLOW = [
     ("tied", THREE_CHUNKS, {"stage": 2, "data": 2},
@@ -133,8 +133,10 @@ def no_stage_keeps_a_whole_table(pipe) -> None:
             assert not divides or w.ndim < 2 or kept * pipe.mesh.shape["stage"] <= w.size
 
 
-def test_the_paced_case_leaves_ticks_out():
+def test_the_paced_case_leaves_ticks_out_and_shares_others():
     assert PACED.ticks is not None
+    for row in PACED.ticks:
+        assert len(set(row)) < min(len(row), 1 + max(row))
 
 
 def test_keys_differ_by_microbatch_data_shard_and_layer():

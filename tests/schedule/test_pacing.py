@@ -91,6 +91,24 @@ def test_ticks_that_no_stage_can_keep_are_refused():
             validate(dataclasses.replace(two, ticks=wrong))
 
 
+def test_a_weight_gradient_shares_the_tick_of_the_action_before_it():
+    """Where a message takes longer than an action, each tick takes as long as the message."""
+    shape, costs = {"stages": 3, "microbatches": 12, "chunks": 3}, Costs(0.5, 0.8, 0.4, 0.9)
+    plain, paced = (catalog.build("breadth-first", **shape, **c) for c in ({}, {"costs": costs}))
+    assert any(len(set(row)) < len(row) for row in paced.ticks)
+    table = lower(paced, [1] * 9)
+    assert table.gathers.num_slots == 1
+    assert table.num_ticks < lower(plain, [1] * 9).num_ticks
+    assert device_clock(paced, costs).makespan < 0.75 * device_clock(plain, costs).makespan
+
+    two = catalog.build("1f1b", stages=2, microbatches=1)
+    validate(dataclasses.replace(two, ticks=((0, 3, 3), (1, 2, 2))))
+    looped = catalog.build("interleaved", stages=1, microbatches=1, chunks=2)
+    for schedule, wrong in ((two, ((0, 3, 3), (1, 1, 2))), (looped, ((0, 1, 2, 2, 2, 3),))):
+        with pytest.raises(ScheduleError, match="can run from tick"):
+            validate(dataclasses.replace(schedule, ticks=wrong))
+
+
 def test_one_stage_has_nobody_to_keep_step_with():
     alone = Schedule("alone", linear(1), 2, catalog.build("1f1b", stages=1, microbatches=2).orders)
     assert soonest_on_devices([alone], UNIT) == (alone, 6)

@@ -71,6 +71,7 @@ def auto(
     costs: Costs = UNIT,
     layer_costs: Sequence[Costs] | None = None,
     memory_limit: float | None = None,
+    seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Schedule:
     """Finds the schedule that ends first on the device clock under a memory limit.
@@ -78,8 +79,7 @@ def auto(
     Candidates are the schedules of this package that fit, as published and in another order for the
     costs, and the orders of a search (`search_orders`), which knows whole sequences, on every
     placement that the model allows, of up to 256 virtual stages or 4 chunks. `lower_bound` says how
-    much is left. Takes about two seconds, or as long as one schedule takes, if that is longer;
-    nothing is searched where the bound says that at most .5% can be won.
+    much is left. Nothing is searched where the bound says that at most .5% can be won.
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one
@@ -88,6 +88,8 @@ def auto(
         number of chunks is chosen as well.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
+      seconds: about how long this takes, unless one schedule takes longer; 0 for the first that
+        fits, None for 2.
       progress: called with a few words on what the search does next.
 
     Raises:
@@ -103,7 +105,7 @@ def auto(
     limit = num_stages if memory_limit is None else memory_limit
     layers = [costs] * (2 * num_stages) if layer_costs is None else layer_costs
     models = _models(num_stages, num_microbatches, num_slices, layers, limit)
-    search = find_soonest(models, progress)
+    search = find_soonest(models, progress, _SECONDS if seconds is None else seconds)
     if search.makespan == math.inf:
         _refuse_limit(models, limit)
     return dataclasses.replace(
@@ -127,11 +129,13 @@ def gain_of_memory(
 
 
 def find_soonest(
-    models: Sequence[PlacedModel], progress: Callable[[str], None] | None = None
+    models: Sequence[PlacedModel],
+    progress: Callable[[str], None] | None = None,
+    seconds: float = _SECONDS,
 ) -> Search:
     """Searches the schedule of a model that ends first, on any of these placements; with slices,
     there may be none."""
-    search = Search(progress)
+    search = Search(seconds, progress)
     published = _offer_named(search, models)
     if models[0].num_slices == 1:
         _offer_searched(search, models, published)
@@ -171,8 +175,10 @@ class Search:
     model: PlacedModel
     makespan = math.inf
 
-    def __init__(self, progress: Callable[[str], None] | None = None) -> None:
-        self.microseconds, self._progress = 1e6 * _SECONDS, progress
+    def __init__(
+        self, seconds: float = _SECONDS, progress: Callable[[str], None] | None = None
+    ) -> None:
+        self.microseconds, self._progress = 1e6 * seconds, progress
 
     def say(self, what: str, model: PlacedModel) -> None:
         """Tells what is done next."""
