@@ -215,7 +215,7 @@ def _schedule(config: Config) -> Iterator[Failure]:
     # A placement of too few layers cannot be searched, which is said below.
     if layers >= config.mesh.stage or not configured.chooses_placement(config):
         try:
-            order = configured.order(config)
+            order = configured.any_order(config)
         except ValueError as error:
             yield from errors.of_schedule(error, config.pipeline.schedule)
         else:

@@ -153,6 +153,17 @@ def order(config: Config) -> Schedule:
     )
 
 
+def any_order(config: Config) -> Schedule:
+    """Builds the schedule, or where `searched` would take its time the first that fits, of as few
+    microbatches as fill the pipeline: whatever keeps the one from running keeps the other."""
+    if not chooses_placement(config):
+        return order(config)
+    few = min(config.pipeline.microbatches, config.mesh.stage)
+    pipeline = config.pipeline.model_copy(update={"microbatches": few})
+    few_microbatches = config.model_copy(update={"pipeline": pipeline})
+    return searched(few_microbatches, [1.0] * config.num_layers, seconds=0)
+
+
 def chooses_placement(config: Config) -> bool:
     """Says whether ``auto`` also chooses how layers are cut into chunks, and where these lie."""
     pipeline = config.pipeline
@@ -160,12 +171,15 @@ def chooses_placement(config: Config) -> bool:
     return pipeline.schedule == "auto" and free
 
 
-def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
+def searched(
+    config: Config, layer_costs: Sequence[float], *, seconds: float | None = None
+) -> Schedule:
     """Searches schedule, placement and number of chunks for a model (``pipeline.schedule: auto``).
 
     Args:
       config: as for `order`; ``costs.*`` are of half a stage.
       layer_costs: of every layer, in any unit.
+      seconds: as in `jaxpipe.schedules.build`.
 
     Raises:
       ValueError: the memory limit is too small, or there are fewer layers than stages.
@@ -181,6 +195,7 @@ def searched(config: Config, layer_costs: Sequence[float]) -> Schedule:
         slices=slices(config),
         memory_limit=config.pipeline.memory_limit,
         layer_costs=[half.times(scale * cost) for cost in layer_costs],
+        seconds=seconds,
     )
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import write_csv
+from jaxpipe.schedule.search import auto
 from train import checks, configured, distributed, errors, tasks, train
 from train.command_line import Invocation
 from train.config import Config, Section
@@ -175,6 +176,18 @@ def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):
     ):
         (message,) = _messages(make({"pipeline.schedule": str(path)} | fields))
         assert expected in message
+
+
+def test_the_first_process_alone_searches(make, monkeypatch):
+    """A check, which every process makes, asks for some schedule that fits."""
+    monkeypatch.setattr(auto, "search_orders", lambda *args, **options: pytest.fail("it searches"))
+    tight = {"pipeline.schedule": "auto", "pipeline.memory_limit": 1}
+    config = make({"pipeline.schedule": "auto", "pipeline.memory_limit": 1.5})
+    assert checks.check(config) == []
+    (message,) = _messages(make(tight | {"pipeline.sequence_slices": 4}))
+    assert "memory_limit=1 " in message
+    with pytest.raises(pytest.fail.Exception):
+        configured.order(config)
 
 
 def test_wandb_is_only_needed_by_those_who_ask(make, monkeypatch):
