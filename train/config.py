@@ -235,6 +235,8 @@ class CostsConfig(Section):
     attention: Annotated[float, Range(0, 1)] = 0.0
     """Share of f and b that is attention, which takes longer for later slices of a sequence
     (pipeline.sequence_slices)."""
+    rendezvous: bool = False
+    """Whether the sender of a message waits for its receiver."""
 
 
 class OptimizerConfig(Section):

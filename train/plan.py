@@ -274,7 +274,8 @@ def _chosen(plan: Plan) -> dict[str, Any]:
 
 
 def _of_chunk(costs: Costs) -> dict[str, float]:
-    return {name: getattr(costs, name) for name in ("f", "b", "w", "message", "attention")}
+    names = "f", "b", "w", "message", "attention", "rendezvous"
+    return {name: getattr(costs, name) for name in names}
 
 
 def _in_words(candidate: Prediction) -> str:

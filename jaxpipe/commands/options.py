@@ -64,27 +64,29 @@ def say_written(path: Path) -> None:
 
 
 def parse_costs(text: str, *, option: str = "costs") -> Costs:
-    """Reads the value of an option: "F,B,W", and as many of ",message,overlap,attention".
+    """Reads the value of an option: "F,B,W", as many of ",message,overlap,attention", and perhaps
+    ",rendezvous" (`Costs.rendezvous`).
 
     Raises:
-      ValueError: the text is not three to six numbers, or a number is out of range.
+      ValueError: the text is not three to six numbers and that word, or a number is out of range.
 
     Example:
-      >>> parse_costs("1,1.2,0.8")
-      Costs(f=1.0, b=1.2, w=0.8, message=0.0, overlap=0.0, attention=0.0)
+      >>> parse_costs("1,1.2,0.8,0.1,rendezvous")
+      Costs(f=1.0, b=1.2, w=0.8, message=0.1, overlap=0.0, attention=0.0, rendezvous=True)
     """
     try:
-        numbers = [float(part) for part in text.split(",")]
+        plain = text.removesuffix(",rendezvous")
+        numbers = [float(part) for part in plain.split(",")]
     except ValueError:
         numbers = []
     if not 3 <= len(numbers) <= 6:
         rule = (
             "must be three to six numbers: F,B,W, then a message, then the shares of overlap and "
-            "of attention"
+            "of attention, and rendezvous if senders wait for receivers"
         )
         refuse([Problem(option, text, rule, {option: DEFAULT_COSTS})])
     try:
-        return Costs(*numbers)
+        return Costs(*numbers, rendezvous=plain != text)
     except ValueError as error:
         raise ValueError(f"{spell(option, text)} is out of range: {error}") from None
 

@@ -98,7 +98,8 @@ def show(
       costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
         fifth number is the share of the shorter that an overlapped pair of forward and backward
         saves on the free clock: 1,1.2,0.8,0.1,0.5. A sixth is the share of F and B that is
-        attention, which takes longer for later slices. For `auto`, which holds one or two chunks
+        attention, which takes longer for later slices. A last word, 1,1.2,0.8,0.1,rendezvous, makes
+        senders wait for receivers on the device clock. For `auto`, which holds one or two chunks
         per stage, half a stage's.
       layers: layers of the whole model, with --layer-costs in place of --costs: `auto` then chooses
         among all numbers of chunks that they can form.

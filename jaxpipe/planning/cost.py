@@ -393,7 +393,8 @@ def layer_costs(placed: PlacedPlan) -> Costs:
     if plan.stage > 1:
         sent = cluster.device.latency + placed.sizes.message.at(plan.rows) / placed.stage_link
     grows = placed.model.document_share * attention if plan.slices > 1 else 0.0
-    return Costs(f, b, w, sent, attention=grows / (f + b))
+    # Nobody has measured yet whether senders of tens of megabytes go on.
+    return Costs(f, b, w, sent, attention=grows / (f + b), rendezvous=True)
 
 
 def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
@@ -509,7 +510,8 @@ def replayed(
     # All stages take part, and a tick ends with the later of its layers and its transfers.
     work = np.maximum(work, under[:, None])
     message = layer.message if program.stages > 1 else 0.0
-    return seconds + float(replay(table, work, message=message)[-1].max())
+    starts = replay(table, work, message=message, rendezvous=layer.rendezvous)
+    return seconds + float(starts[-1].max())
 
 
 def _head(placed: PlacedPlan) -> float:

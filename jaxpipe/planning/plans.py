@@ -409,7 +409,8 @@ def relative(costs: Costs) -> Costs:
     b, w, message = (
         float(f"{value / costs.f:.{_DIGITS}g}") for value in (costs.b, costs.w, costs.message)
     )
-    return Costs(1.0, b, w, message, attention=round(costs.attention, _DIGITS))
+    attention = round(costs.attention, _DIGITS)
+    return Costs(1.0, b, w, message, attention=attention, rendezvous=costs.rendezvous)
 
 
 # The plans that there are.

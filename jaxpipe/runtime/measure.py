@@ -143,7 +143,7 @@ def layer_costs(
     layers, context = traced_layers(pipe, batch, rng)
     cost = functools.partial(_cost, pipe, measure=measure, together=together)
     by_kind = [
-        Costs(**{name: cost(part, *args) for name, (part, args) in parts.items()})
+        Costs(*(cost(part, *args) for part, args in map(parts.__getitem__, "fbw")))
         for parts in (_parts(pipe, kind, layers.activations, context) for kind in layers.kinds)
     ]
     return [by_kind[number] for number in layers.kind_of]

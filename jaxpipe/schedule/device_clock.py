@@ -3,7 +3,8 @@
 A stage waits for the messages that its tick receives, and for nothing else: a prompt one is awaited
 at the end of the tick that sends it, a late one at the end of the next (see
 `jaxpipe.schedule.lowering.lower`). Its sender goes on. NCCL works like this while a message fits
-into its buffers (``NCCL_BUFFSIZE``); senders of larger ones wait for their receivers, too. Late
+into its buffers (``NCCL_BUFFSIZE``); senders of larger ones wait for their receivers, too
+(`Costs.rendezvous`): a message then begins when both have come, and both wait for its end. Late
 messages travel in every tick between all pairs that ever have one, so that these stay within a tick
 of each other. Where all stages compute embedding and head together, their sums wait for all stages.
 """
@@ -54,7 +55,9 @@ def device_clock(
     table = lower(schedule, [1] * len(costs), together=together)
     work = work_of(table, costs)
     message = max(cost.message for cost in costs) if schedule.num_stages > 1 else 0.0
-    starts = replay(table, np.sum(list(work.values()), axis=0), message=message, head=head)
+    rendezvous = any(cost.rendezvous for cost in costs)
+    durations = np.sum(list(work.values()), axis=0)
+    starts = replay(table, durations, message=message, head=head, rendezvous=rendezvous)
     parts: list[list[TimedAction]] = [[] for _ in schedule.orders]
     virtual_stages, begins = schedule.placement.virtual_stages, starts[:-1]
     for kind, cell in table.passes.items():
@@ -81,7 +84,12 @@ def timelines(schedule: Schedule, costs: Costs | Sequence[Costs]) -> tuple[Timel
 
 
 def replay(
-    table: TickTable, work: np.ndarray, *, message: float = 0.0, head: float = 0.0
+    table: TickTable,
+    work: np.ndarray,
+    *,
+    message: float = 0.0,
+    head: float = 0.0,
+    rendezvous: bool = False,
 ) -> np.ndarray:
     """Computes when each stage starts its layers in each tick.
 
@@ -89,6 +97,7 @@ def replay(
       work: time that these layers take, ``[ticks, stages]``.
       message: time that a message takes.
       head: as for `device_clock`.
+      rendezvous: as in `Costs`.
 
     Returns:
       ``[ticks + 1, stages]``; the last row is when the stages are done.
@@ -105,20 +114,35 @@ def replay(
             now = [max(now)] * len(now)
         starts.append(now)
         ends = [start + duration for start, duration in zip(now, durations, strict=True)]
-        ends = _received(ends, late, [start + message for start in now])
-        now = _received(ends, prompt[table.exchange[tick]], [end + message for end in ends])
+        ends = received(ends, now, late, message, rendezvous=rendezvous)
+        now = received(ends, ends, prompt[table.exchange[tick]], message, rendezvous=rendezvous)
         if leaves[tick]:
             now = [max(now) + head * (outer.head[tick] != NONE)] * len(now)
     return np.asarray([*starts, now])
 
 
-def _received(
-    times: list[float], edges: Iterable[tuple[int, int]], arrivals: list[float]
+def received(
+    times: Sequence[float],
+    come: Sequence[float],
+    edges: Iterable[tuple[int, int]],
+    message: float,
+    *,
+    rendezvous: bool,
 ) -> list[float]:
-    """Computes when stages are done that also wait for what their senders send."""
-    latest = times.copy()
+    """Computes when stages are done that also wait for messages along the edges.
+
+    Args:
+      times: when each stage is done without.
+      come: when each stage comes to the exchange of messages.
+      message, rendezvous: as for `replay`.
+    """
+    latest = [*times]
     for sender, receiver in edges:
-        latest[receiver] = max(latest[receiver], arrivals[sender])
+        arrival = come[sender] + message
+        if rendezvous:
+            arrival = max(arrival, come[receiver] + message)
+            latest[sender] = max(latest[sender], arrival)
+        latest[receiver] = max(latest[receiver], arrival)
     return latest
 
 

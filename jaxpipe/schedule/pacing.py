@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, may_share_tick
 from jaxpipe.schedule.check import Results
+from jaxpipe.schedule.device_clock import received
 from jaxpipe.schedule.simulate import Costs, of_virtual_stages, simulate, ticks
 
 _LENGTHS = 1.0, 0.8, 0.9, 0.7, 0.6, 0.5
@@ -89,7 +90,7 @@ class _Units:
     ) -> None:
         prices = of_virtual_stages(schedule.placement, costs)
         self.schedule, self.message = schedule, max(cost.message for cost in prices)
-        self.shares = shares
+        self.shares, self.rendezvous = shares, any(cost.rendezvous for cost in prices)
         results, sent_by = Results(schedule), dict[int, int]()
         self.stages, self.starts, self.given = list[int](), list[float](), list[int]()
         self.durations, self.sizes, inputs = list[float](), list[int](), list[list[int]]()
@@ -176,18 +177,13 @@ class _Units:
             for sender in self.senders[number]:
                 pairs = prompt[tick - 1] if pace[sender] == tick - 1 else late
                 pairs.add((self.stages[sender], stage))
-        now, message = [0.0] * self.schedule.num_stages, self.message
+        now, waits = [0.0] * self.schedule.num_stages, self.rendezvous
         for units, pairs in zip(work, prompt, strict=True):
             ends = now.copy()
             for stage, duration in units:
                 ends[stage] += duration
-            for sender, receiver in late:
-                if now[sender] + message > ends[receiver]:
-                    ends[receiver] = now[sender] + message
-            now = ends.copy()
-            for sender, receiver in pairs:
-                if ends[sender] + message > now[receiver]:
-                    now[receiver] = ends[sender] + message
+            ends = received(ends, now, late, self.message, rendezvous=waits)
+            now = received(ends, ends, pairs, self.message, rendezvous=waits)
         return max(now)
 
     def in_ticks(self, pace: Sequence[int]) -> Schedule:

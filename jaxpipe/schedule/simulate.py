@@ -32,6 +32,8 @@ class Costs:
         jaxpipe's program, which runs one after the other.
       attention: the share of f and b, 0 to 1, that grows with the keys that a slice of a sequence
         sees: that of slice j of k is (2j+1)/k of the average.
+      rendezvous: whether a sender waits for its receiver, as NCCL's does with a message that does
+        not fit into its buffers. Only the device clock reads it.
 
     Raises:
       ValueError: a cost is out of range or not a number.
@@ -43,6 +45,7 @@ class Costs:
     message: float = 0.0
     overlap: float = 0.0
     attention: float = 0.0
+    rendezvous: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         problems = [
@@ -70,7 +73,7 @@ class Costs:
 
         Example:
           >>> Costs(1, 2, 1, message=0.1).times(2)
-          Costs(f=2, b=4, w=2, message=0.1, overlap=0.0, attention=0.0)
+          Costs(f=2, b=4, w=2, message=0.1, overlap=0.0, attention=0.0, rendezvous=False)
         """
         f, b, w = (factor * cost for cost in (self.f, self.b, self.w))
         return dataclasses.replace(self, f=f, b=b, w=w)

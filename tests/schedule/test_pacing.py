@@ -19,10 +19,10 @@ from jaxpipe.schedule.placement import linear
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate, ticks
 
 
-@given(built(), *(st.integers(1, 9) for _ in range(3)), st.sampled_from([0, 0.7, 4]))
+@given(built(), *(st.integers(1, 9) for _ in range(3)), st.sampled_from([0, 0.7, 4]), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_any_schedule_is_paced_without_a_loss(schedule, f, b, w, message):
-    costs = Costs(f, b, w, message)
+def test_any_schedule_is_paced_without_a_loss(schedule, f, b, w, message, rendezvous):
+    costs = Costs(f, b, w, message, rendezvous=rendezvous)
     found, ends = soonest_on_devices([schedule], costs)
     validate(found)
     assert found.orders == schedule.orders
@@ -107,6 +107,20 @@ def test_a_weight_gradient_shares_the_tick_of_the_action_before_it():
     for schedule, wrong in ((two, ((0, 3, 3), (1, 1, 2))), (looped, ((0, 1, 2, 2, 2, 3),))):
         with pytest.raises(ScheduleError, match="can run from tick"):
             validate(dataclasses.replace(schedule, ticks=wrong))
+
+
+def test_a_sender_may_wait_for_its_receiver():
+    """The first stage until F's message has arrived, and the second until that of B has."""
+    two = catalog.build("1f1b-fused", stages=2, microbatches=2)
+    goes_on, waits = Costs(1, 2, 2, 0.5), Costs(1, 2, 2, 0.5, rendezvous=True)
+    for costs, starts in ((goes_on, [0, 1, 7, 12]), (waits, [0, 1.5, 7, 12.5])):
+        timeline = device_clock(two, costs)
+        assert [part.start for part in timeline.rows[0]] == starts
+    for name in ("interleaved-fused", "1f1b-v"):
+        shape, costs = {"stages": 6, "microbatches": 24}, Costs(1, 1.2, 0.8, 0.2, rendezvous=True)
+        plain, paced = (catalog.build(name, **shape, **c) for c in ({}, {"costs": costs}))
+        ends = [device_clock(schedule, costs).makespan for schedule in (paced, plain)]
+        assert ends[0] < 0.9 * ends[1]
 
 
 def test_one_stage_has_nobody_to_keep_step_with():

@@ -28,7 +28,7 @@ from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
-from jaxpipe.schedule.pacing import soonest_on_devices
+from jaxpipe.schedule.pacing import of_ticks, soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
@@ -105,7 +105,7 @@ def auto(
     limit = num_stages if memory_limit is None else memory_limit
     layers = [costs] * (2 * num_stages) if layer_costs is None else layer_costs
     models = _models(num_stages, num_microbatches, num_slices, layers, limit)
-    search = find_soonest(models, progress, _SECONDS if seconds is None else seconds)
+    search = find_soonest(models, progress, seconds)
     if search.makespan == math.inf:
         _refuse_limit(models, limit)
     return dataclasses.replace(
@@ -131,7 +131,7 @@ def gain_of_memory(
 def find_soonest(
     models: Sequence[PlacedModel],
     progress: Callable[[str], None] | None = None,
-    seconds: float = _SECONDS,
+    seconds: float | None = None,
 ) -> Search:
     """Searches the schedule of a model that ends first, on any of these placements; with slices,
     there may be none."""
@@ -176,9 +176,10 @@ class Search:
     makespan = math.inf
 
     def __init__(
-        self, seconds: float = _SECONDS, progress: Callable[[str], None] | None = None
+        self, seconds: float | None = None, progress: Callable[[str], None] | None = None
     ) -> None:
-        self.microseconds, self._progress = 1e6 * seconds, progress
+        self.microseconds = 1e6 * (_SECONDS if seconds is None else seconds)
+        self._progress = progress
 
     def say(self, what: str, model: PlacedModel) -> None:
         """Tells what is done next."""
@@ -331,9 +332,9 @@ def published_schedules(model: PlacedModel) -> Iterator[Schedule]:
         yield Schedule("auto", place, m, dispatch(place, m, model.costs, model.cap, _RULE))
 
 
-def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]:
-    """Yields the schedules of this package on a placement, as published, or as
-    `jaxpipe.schedule.catalog.build` orders them anew for the costs.
+def _named(model: PlacedModel, costs: Costs = UNIT) -> Iterator[Schedule]:
+    """Yields the schedules of this package on a placement, as published, or for other costs of a
+    chunk as `jaxpipe.schedule.catalog.build` orders them anew.
 
     Fused variants are left out: those with B and W end no later.
     """
@@ -351,14 +352,13 @@ def _named(model: PlacedModel, *, reordered: bool = False) -> Iterator[Schedule]
             (interleaved(p, m, num_chunks=v, group=group) for group in groups),
         )
     elif v % 2 == 0 and model.placement == wave(p, num_waves=v // 2):
-        costs = model.chunk if reordered else UNIT
         if v == 2:
             yield from (make(p, m, costs=costs) for make in (zb_v, v_half, v_min))
         yield hanayo(p, m, num_chunks=v, memory_limit=model.cap / v, costs=costs)
         if v == 2:
             schedules = (make(p, m) for make in (dualpipe_v, one_f_one_b_v))
-    if reordered:
-        schedules = (in_time(s, model.chunk) for s in schedules if s.name in _REORDERED)
+    if costs != UNIT:
+        schedules = (in_time(s, costs) for s in schedules if s.name in _REORDERED)
     yield from schedules
 
 
@@ -370,8 +370,9 @@ def _made_anew(model: PlacedModel) -> Iterator[Schedule]:
     if on_v and min(max(v_min(p, m).peak_in_flight or ()), 2 * m) <= model.cap < 2 * p:
         limit, trials = model.cap / 2, _TRIALS * model.num_actions
         yield controllable_memory(p, m, memory_limit=limit, costs=model.chunk, trial_actions=trials)
-    if model.chunk != UNIT:
-        yield from _named(model, reordered=True)
+    for costs in dict.fromkeys((model.chunk, of_ticks(model.chunk))):
+        if costs != UNIT:
+            yield from _named(model, costs)
 
 
 def lower_bound(

@@ -104,6 +104,7 @@ def caption(timeline: Timeline) -> str:
     if len(set(timeline.costs)) == 1:
         costs = timeline.costs[0]
         message = f", message {costs.message:g}" if costs.message else ""
+        message += ", rendezvous" * costs.rendezvous
         attention = f", attention {costs.attention:g}" if costs.attention else ""
         chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}{attention}"
     slices = f" k={schedule.num_slices}" if schedule.num_slices > 1 else ""
