@@ -18,9 +18,9 @@ from jax import lax
 from jaxpipe import Appended
 from models import rotary
 from models.block_attention import BLOCK, Scores, block_attention, largest_scores
-from models.blocks import INIT_STDDEV, Linear, attention_kernel, rms_norm
+from models.blocks import INIT_STDDEV, Linear, Norm, attention_kernel, layer_norm, rms_norm
 from models.context import Context
-from models.gpt_config import GPTConfig
+from models.gpt_config import GPTConfig, LayerKind
 from models.sharing import Sharing
 
 
@@ -42,30 +42,26 @@ def add_scores(attention: Any, q_BTNH, k_BSKH, documents_BS) -> None:
 class Attention(nnx.Module):
     """Causal self-attention with grouped queries (Ainslie et al. 2023)."""
 
-    def __init__(self, config: GPTConfig, *, is_local: bool, sharing: Sharing, rngs: nnx.Rngs):
-        self.config, self.is_local, self.sharing = config, is_local, sharing
+    def __init__(self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing, rngs: nnx.Rngs):
+        self.config, self.sharing = config, sharing
+        self.is_local, self.is_rotated = kind.is_local, kind.is_rotated
         heads_width = config.num_heads * config.head_width
         qkv_width = heads_width + 2 * config.kv_heads * config.head_width
         self.qkv = Linear(
-            config.width, qkv_width, bias=config.bias or config.qkv_bias, stddev=INIT_STDDEV,
+            config.width, qkv_width, bias=config.has_bias("qkv"), stddev=INIT_STDDEV, rngs=rngs
+        )
+        self.out = Linear(
+            heads_width, config.width, bias=config.has_bias("out"), stddev=config.residual_stddev,
             rngs=rngs,
         )  # fmt: skip
-        self.out = Linear(
-            heads_width, config.width, bias=config.bias, stddev=config.residual_stddev, rngs=rngs
-        )
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(config.num_heads))
         if config.qk_clip is not None:
             self.max_logits = MaxLogits(jnp.zeros(config.num_heads))
         if config.qk_norm:
             self.query_norm, self.key_norm = (
-                rms_norm(
-                    config.head_width,
-                    epsilon=config.norm_epsilon,
-                    dtype=config.compute_dtype,
-                    rngs=rngs,
-                )
-                for _ in range(2)
+                _heads_norm(config, heads, sharing, rngs)
+                for heads in (config.num_heads, config.kv_heads)
             )
 
     def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
@@ -83,12 +79,22 @@ class Attention(nnx.Module):
         num_rows, length, _ = qkv_BTE.shape
         queries = tensor.part(config.num_heads, "num_heads")
         q_BTNH, k_BTKH, v_BTKH = tensor.heads(qkv_BTE, queries, config.head_width)
-        if config.qk_norm:
+        is_last = config.qk_norm_scope == "rotated"
+        if config.qk_norm and not is_last:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if config.positions == "rotary":
-            turns_H = rotary.frequencies(config, is_local=self.is_local)
+        if config.positions == "rotary" and self.is_rotated:
+            whole = whole_length(context, length, cache)
+            turns_H = rotary.frequencies(config, is_local=self.is_local, length=whole)
             positions_T = start + context.own(jnp.arange(length * context.size), 0)
-            q_BTNH, k_BTKH = (rotary.rotate(w, turns_H, positions_T) for w in (q_BTNH, k_BTKH))
+            has_own = self.is_local and config.local_rope_theta is not None
+            magnitude = 1.0 if has_own else config.rope_magnitude
+            q_BTNH, k_BTKH = (
+                rotary.rotate(w, turns_H, positions_T, magnitude) for w in (q_BTNH, k_BTKH)
+            )
+        if config.query_growth:
+            q_BTNH = q_BTNH * rotary.growth(config, positions_T).astype(q_BTNH.dtype)
+        if config.qk_norm and is_last:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if config.qk_clip is not None:
             add_scores(self, q_BTNH, k_BTKH, documents_BS)
         mixed_BTNH, cache = attend(
@@ -101,6 +107,29 @@ class Attention(nnx.Module):
             sinks_N=self.sinks[...] if config.attention_sinks else None,
         )
         return mixed_BTNH.reshape(num_rows, length, -1), cache
+
+
+def _heads_norm(config: GPTConfig, heads: int, sharing: Sharing, rngs: nnx.Rngs) -> nnx.Module:
+    """Makes the norm of queries or keys [B, T, heads, width]."""
+    width, dtype, scope = config.head_width, config.compute_dtype, config.qk_norm_scope
+    options: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": dtype}
+    is_layer, of_all = config.norm == "layer", scope == "all"
+    if scope in ("each", "all") or config.norms_from_zero:
+        shapes = {"each": (heads, width), "all": (heads * width,)}
+        return Norm(
+            shapes.get(scope, (width,)),
+            num_dims=2 if of_all else 1,
+            layer=is_layer,
+            from_zero=config.norms_from_zero,
+            tensor=sharing.tensor,
+            **options,
+        )
+    return (layer_norm if is_layer else rms_norm)(width, rngs=rngs, **options)
+
+
+def whole_length(context: Context, length: int, cache: Cache | None) -> int:
+    """Returns the number of tokens of whole sequences, some or all of which are ``length`` here."""
+    return length * context.size if cache is None else cache["keys"].shape[1]
 
 
 def configured(config: GPTConfig, is_local: bool) -> Callable[..., jax.Array]:

@@ -34,7 +34,27 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "geglu": lambda gate, up: jax.nn.gelu(gate) * up,
     "clamped_swiglu": clamped_swiglu,
 }
-"""The hidden values of an MLP with a gate, by both its branches; one without a gate has a GELU."""
+"""The hidden values of an MLP with a gate, by both its branches."""
+UNGATED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": jax.nn.gelu,
+    "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jax.nn.relu(x) ** 2,
+}
+"""The hidden values of an MLP without a gate."""
+XIELU = {"beta": 0.5, "eps": -1e-6}
+"""Constants of `xielu`."""
+
+
+def xielu(x: jax.Array, positive: jax.Array, negative: jax.Array) -> jax.Array:
+    """xIELU (Huang and Schlag 2024): a parabola above 0, an ELU below, each plus ``x / 2``.
+
+    The curvatures are the softplus of ``positive``, and that of ``negative`` plus 1/2.
+    """
+    beta, eps = XIELU["beta"], XIELU["eps"]
+    up, down = jax.nn.softplus(positive), beta + jax.nn.softplus(negative)
+    below = jnp.expm1(jnp.minimum(x, eps)) - x
+    return jnp.where(x > 0, up * x * x, down * below).astype(x.dtype) + beta * x
 
 
 class Linear(nnx.Module):
@@ -209,6 +229,58 @@ def layer_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) 
 def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """An RMSNorm of the last dimension."""
     return nnx.RMSNorm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm whose scale flax lacks: per head, or kept as its difference from 1.
+
+    Args:
+      shape: of the scale: of the last dimensions of x, joined if they are normalised together.
+      num_dims: the last dimensions that are normalised together.
+      layer: whether the mean is subtracted.
+      bias: whether there is a bias.
+      from_zero: whether the scale is kept as its difference from 1.
+      epsilon: number added to the variance.
+      dtype: dtype of the result.
+      tensor: the devices that have some of the heads each, where the scale has heads.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        num_dims: int = 1,
+        layer: bool = False,
+        bias: bool = False,
+        from_zero: bool = False,
+        epsilon: float,
+        dtype: jnp.dtype,
+        tensor: Tensor = WHOLE.tensor,
+    ):
+        self.num_dims, self.layer, self.from_zero, self.tensor = num_dims, layer, from_zero, tensor
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(jnp.zeros(shape) if from_zero else jnp.ones(shape))
+        self.bias = nnx.Param(jnp.zeros(shape)) if bias else nnx.data(None)
+
+    def __call__(self, x):
+        y = x.astype(jnp.float32)
+        if self.layer:
+            y = y - self._mean(y)
+        y = y * jax.lax.rsqrt(self._mean(y * y) + self.epsilon)
+        scale = self.scale[...]
+        if self.num_dims > 1:
+            scale = scale.reshape(-1, x.shape[-1])
+        if scale.ndim > 1:
+            scale = self.tensor.own_heads(scale, x.shape[-2])
+        y = y * (1 + scale if self.from_zero else scale)
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y.astype(self.dtype)
+
+    def _mean(self, y):
+        dims = tuple(range(-self.num_dims, 0))
+        mean = y.mean(axis=dims, keepdims=True)
+        return mean if self.num_dims == 1 else self.tensor.mean(mean)
 
 
 def function_of(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.blocks import GATED, INIT_STDDEV, Linear, einsum, matmul
+from models.blocks import GATED, INIT_STDDEV, UNGATED, Linear, einsum, matmul
 from models.gpt_config import GPTConfig
 from models.grouped_matmul import grouped_matmul
 from models.sharing import Sharing
@@ -101,7 +101,8 @@ class Router(nnx.Module):
         if config.bias_speed is not None:
             scores_TX = scores_TX + self.selection.bias[...]
         if config.groups_per_token < config.expert_groups:
-            scores_TX = in_best_groups(scores_TX, config.expert_groups, config.groups_per_token)
+            groups = config.expert_groups, config.groups_per_token, config.choices_per_group
+            scores_TX = in_best_groups(scores_TX, *groups)
         _, chosen_TK = lax.top_k(scores_TX, config.experts_per_token)
         if config.bias_speed is not None:
             counts = self.selection.counts
@@ -109,17 +110,19 @@ class Router(nnx.Module):
         return chosen_TK
 
 
-def in_best_groups(scores_TX: jax.Array, num_groups: int, num_best: int) -> jax.Array:
+def in_best_groups(
+    scores_TX: jax.Array, num_groups: int, num_best: int, num_choices: int = 2
+) -> jax.Array:
     """Makes scores minus infinity outside each token's best groups (DeepSeek-V3, section 2.1.2).
 
-    A group of experts that follow one another is as good as its best two together.
+    A group of experts that follow one another is as good as its best ``num_choices`` together.
 
     Example:
       >>> in_best_groups(jnp.array([[0.5, 0.0, 0.25, 0.5]]), 2, 1).tolist()
       [[-inf, -inf, 0.25, 0.5]]
     """
     scores_TGX = scores_TX.reshape(len(scores_TX), num_groups, -1)
-    best, _ = lax.top_k(scores_TGX, min(2, scores_TGX.shape[-1]))
+    best, _ = lax.top_k(scores_TGX, min(num_choices, scores_TGX.shape[-1]))
     _, groups = lax.top_k(best.sum(axis=-1), num_best)
     is_best_TG = jax.nn.one_hot(groups, num_groups, dtype=bool).any(axis=1)
     return jnp.where(is_best_TG[..., None], scores_TGX, -jnp.inf).reshape(scores_TX.shape)
@@ -352,7 +355,7 @@ class Experts(nnx.Module):
         """Computes the hidden values; ``of_tokens`` applies a linear map to the tokens."""
         up = of_tokens(self.up)
         if self.gate is None:
-            return jax.nn.gelu(up)
+            return UNGATED[self.config.activation](up)
         return GATED[self.config.activation](of_tokens(self.gate), up)
 
     def _exchange(self, parts, split: int, joined: int):

@@ -26,7 +26,17 @@ from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
 from models.attention import Attention, empty_cache
 from models.block_attention import document_starts
-from models.blocks import GATED, INIT_STDDEV, Linear, function_of, rms_norm, soft_capped
+from models.blocks import (
+    GATED,
+    INIT_STDDEV,
+    UNGATED,
+    Linear,
+    Norm,
+    function_of,
+    rms_norm,
+    soft_capped,
+    xielu,
+)
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
 from models.latent_attention import LatentAttention
@@ -38,11 +48,11 @@ PyTree = Any
 
 
 class MLP(nnx.Module):
-    """Two matmuls with a GELU between them, or three with a gate."""
+    """Two matmuls with an activation between them, or three with a gate."""
 
     def __init__(self, config: GPTConfig, hidden: int, *, tensor: Tensor, rngs: nnx.Rngs):
         self.config, self.tensor = config, tensor
-        width, bias = config.width, config.bias
+        width, bias = config.width, config.has_bias("mlp")
         self.up = Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
         self.gate = (
             Linear(width, hidden, bias=bias, stddev=INIT_STDDEV, rngs=rngs)
@@ -50,6 +60,10 @@ class MLP(nnx.Module):
             else nnx.data(None)
         )
         self.down = Linear(hidden, width, bias=bias, stddev=config.residual_stddev, rngs=rngs)
+        if config.activation == "xielu":  # curvatures of 0.8 at first
+            self.positive, self.negative = (
+                nnx.Param(jnp.log(jnp.expm1(jnp.full(1, start)))) for start in (0.8, 0.3)
+            )
 
     def __call__(self, x):
         x = self.tensor.gather(x)
@@ -63,22 +77,29 @@ class MLP(nnx.Module):
 
     def hidden(self, *branches):
         """The values that ``down`` multiplies, by the results of `ups`."""
-        activation = jax.nn.gelu if self.gate is None else GATED[self.config.activation]
-        return activation(*branches)
+        activation = self.config.activation
+        if self.gate is not None:
+            return GATED[activation](*branches)
+        if activation == "xielu":
+            return xielu(*branches, self.positive[...], self.negative[...])
+        return UNGATED[activation](*branches)
 
 
 class Block(nnx.Module):
-    """One layer: attention, then MLP, each on a normalised copy of the residual stream."""
+    """One layer: attention and MLP, each on a normalised copy of the residual stream."""
 
     def __init__(
         self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing = WHOLE, rngs: nnx.Rngs
     ):
         self.config, self.sharing = config, sharing
-        self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
+        if config.pre_norm:
+            self.attention_norm = _norm(config, rngs)
+            if config.residual != "parallel":
+                self.mlp_norm = _norm(config, rngs)
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
         attention = Attention if config.kv_rank is None else LatentAttention
-        self.attention = attention(config, is_local=kind.is_local, sharing=sharing, rngs=rngs)
+        self.attention = attention(config, kind, sharing=sharing, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
         make = _mixture if kind.has_experts else _mlp
         self.mlp = make(config, rngs, sharing)
@@ -101,21 +122,36 @@ class Block(nnx.Module):
         return (x, ahead), loss, cache
 
     def mix(self, x, documents, cache, start):
-        """Mixes tokens, then numbers of a token, of one residual stream."""
-        tensor = self.sharing.tensor
-        has_pieces = isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
-        if has_pieces and not self.config.dropout and (count := num_pieces(x, tensor)) > 1:
+        """Mixes tokens, and numbers of a token, of one residual stream."""
+        config, tensor = self.config, self.sharing.tensor
+        if self.has_pieces and (count := num_pieces(x, tensor)) > 1:
             return self._mix_pieces(Pieces(tensor, count), x, documents, cache, start)
-        attended, cache = self.attention(self.attention_norm(x), documents, cache, start)
-        if self.config.post_norm:
+        normed = self.attention_norm(x) if config.pre_norm else x
+        attended, cache = self.attention(normed, documents, cache, start)
+        if config.post_norm:
             attended = self.attention_post_norm(attended)
-        x = x + self.sharing.dropout(self.attention_dropout, attended)
-        y, loss = self.mlp(self.mlp_norm(x)), None
+        seen, x = x, x + self._branch(self.attention_dropout, attended)
+        if config.residual == "sequential":
+            seen = x
+        if config.residual != "parallel":
+            normed = self.mlp_norm(seen) if config.pre_norm else seen
+        y, loss = self.mlp(normed), None
         if isinstance(self.mlp, experts.Mixture):
             y, loss = y
-        if self.config.post_norm:
+        if config.post_norm:
             y = self.mlp_post_norm(y)
-        return x + self.sharing.dropout(self.mlp_dropout, y), loss, cache
+        return x + self._branch(self.mlp_dropout, y), loss, cache
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether the layer can run in pieces of the sequence."""
+        config = self.config
+        is_usual = config.pre_norm and config.residual == "sequential"
+        is_dense = isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
+        return is_usual and is_dense and config.residual_scale == 1 and not config.dropout
+
+    def _branch(self, dropout, y):
+        return _scaled(self.sharing.dropout(dropout, y), self.config.residual_scale)
 
     def _mix_pieces(self, pieces, x, documents, cache, start):
         """`mix` with its collectives beside matmuls, of other pieces of the sequence."""
@@ -303,9 +339,10 @@ def model(
 
         def mean_loss(x, targets, weights):
             return vocabulary.cross_entropy(
-                x,
+                _scaled(x, config.logit_scale),
                 _head_table(config, outer),
                 targets,
+                bias=outer["head"]["bias"] if config.head_bias else None,
                 weights=weights,
                 vocab_size=config.vocab_size,
                 soft_cap=config.logit_soft_cap,
@@ -479,7 +516,7 @@ def flops_per_token(config: GPTConfig) -> int:
     """
     num_multiplied = num_parameters(config)
     if config.positions == "learned":
-        num_multiplied -= config.sequence_length * config.width
+        num_multiplied -= (config.first_position + config.sequence_length) * config.width
     if not config.tied:
         num_multiplied -= config.vocab_size * config.width
     if config.mtp_loss is not None:  # the table is used twice
@@ -514,13 +551,15 @@ def _init_outer(config, rng):
     table_shape = (config.vocab_size, config.width)
     embed = {"table": INIT_STDDEV * jax.random.normal(table_rng, table_shape)}
     if config.positions == "learned":
-        positions_shape = (config.sequence_length, config.width)
+        positions_shape = (config.first_position + config.sequence_length, config.width)
         embed["positions"] = INIT_STDDEV * jax.random.normal(positions_rng, positions_shape)
     head = {}
     if config.mtp_loss is None:
         head["norm"] = functional(_norm(config, nnx.Rngs(0)))[1]
     if not config.tied:
         head["table"] = INIT_STDDEV * jax.random.normal(head_rng, table_shape)
+    if config.head_bias:
+        head["bias"] = jnp.zeros(config.vocab_size)
     return {"embed": embed, "head": head}
 
 
@@ -616,9 +655,11 @@ def _run_layers(config, layers, x, caches=None, start=0):
 
 
 def _scores(config, params, x):
-    x = _final_norm(config, params, x)
+    x = _scaled(_final_norm(config, params, x), config.logit_scale)
     table = _head_table(config, params).astype(x.dtype)
     scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
+    if config.head_bias:
+        scores = scores + params["head"]["bias"]
     return soft_capped(scores, config.logit_soft_cap)
 
 
@@ -631,7 +672,7 @@ def _embed(config, outer, microbatch, rng, sharing, over):
     dtype = config.compute_dtype
     x_BTE = vocabulary.lookup(outer["embed"]["table"], ids_BT, dtype=dtype, **over)
     if config.positions == "learned":
-        table = outer["embed"]["positions"]
+        table = outer["embed"]["positions"][config.first_position :]
         if "positions" in microbatch:
             x_BTE = x_BTE + table[sharing.own(microbatch["positions"], 1)]
         elif documents_BS is None:
@@ -641,6 +682,7 @@ def _embed(config, outer, microbatch, rng, sharing, over):
             x_BTE = x_BTE + table[sharing.own(positions_BS, 1)]
     if config.scaled_embedding:
         x_BTE = math.sqrt(config.width) * x_BTE
+    x_BTE = _scaled(x_BTE, config.embedding_scale)
     x_BTE = x_BTE.astype(dtype)
     if rng is None:
         return x_BTE
@@ -664,6 +706,10 @@ def _head_table(config, outer):
     return outer["embed" if config.tied else "head"]["table"]
 
 
+def _scaled(x, factor):
+    return x if factor == 1 else factor * x
+
+
 @functools.cache
 def _outer_shapes(config):
     return jax.eval_shape(lambda: _init_outer(config, jax.random.key(0)))
@@ -675,8 +721,13 @@ def _layer_shapes(config, kind):
 
 
 def _norm(config, rngs):
-    options = {"epsilon": config.norm_epsilon, "dtype": config.compute_dtype, "rngs": rngs}
-    if config.norm == "rms":
-        return rms_norm(config.width, **options)
+    options = {"epsilon": config.norm_epsilon, "dtype": config.compute_dtype}
+    is_layer, bias = config.norm == "layer", config.has_bias("norm")
+    if config.norms_from_zero:
+        bias = is_layer and bias
+        return Norm((config.width,), layer=is_layer, bias=bias, from_zero=True, **options)
+    if not is_layer:
+        return rms_norm(config.width, rngs=rngs, **options)
     # E[x^2] - E[x]^2 cancels badly once the residual stream has a mean.
-    return nnx.LayerNorm(config.width, use_bias=config.bias, use_fast_variance=False, **options)
+    options |= {"use_bias": bias, "use_scale": config.norm_scale, "use_fast_variance": False}
+    return nnx.LayerNorm(config.width, rngs=rngs, **options)

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import Problem
 from models import validation
-from models.blocks import INIT_STDDEV
+from models.blocks import GATED, INIT_STDDEV
 
 _EXPERT_COUNTS = (
     "num_experts", "experts_per_token", "expert_width", "expert_every", "shared_width",
-    "expert_groups", "groups_per_token",
+    "expert_groups", "groups_per_token", "choices_per_group",
 )  # fmt: skip
-_LATENT = ("query_rank", "rotary_size", "value_size")
+_LATENT = ("query_rank", "value_size")
+BIASES = ("qkv", "out", "mlp", "norm")
+"""The parts of a layer that may have biases."""
 
 
 class LayerKind(NamedTuple):
@@ -27,11 +29,13 @@ class LayerKind(NamedTuple):
       is_local: whether the layer only sees a window of tokens.
       has_experts: whether the layer has a mixture of experts in place of its MLP.
       is_further: whether the layer predicts the token after the next, behind the model's last one.
+      is_rotated: whether queries and keys have rotary positions, if those of the model have.
     """
 
     is_local: bool
     has_experts: bool
     is_further: bool = False
+    is_rotated: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +54,38 @@ class GPTConfig(validation.Validated):
         8/3 width rounded up to a multiple of 64 (equal parameters: Shazeer 2020, section 2).
       positions: "rotary" (Su et al. 2021; the two halves of a head are rotated against each other)
         or "learned".
+      first_position: row of the table of learned positions for the first token (OPT).
       norm: "rms" or "layer".
-      post_norm: norms after attention and MLP as well, before their residual sums (Gemma 2).
-      qk_norm: RMSNorm over each head of queries and keys (Qwen 3, Gemma 3).
-      activation: "gelu" (tanh approximation, as GPT-2), or gated: "swiglu", "geglu", or
-        "clamped_swiglu" (GPT-OSS).
+      norm_scale: whether norms of the residual stream have a scale (OLMo has none).
+      norms_from_zero: scales of norms are kept as their difference from 1 (Gemma, Nemotron).
+      pre_norm: norms before attention and MLP (OLMo 2 has none).
+      post_norm: norms after attention and MLP, before their residual sums (Gemma 2, OLMo 2).
+      residual: attention and the MLP follow one another ("sequential"), or both see the layer's
+        input: through one norm ("parallel": Cohere) or one each ("parallel_norms": GPT-NeoX).
+      qk_norm: norms of queries and keys, of the kind that ``norm`` names.
+      qk_norm_scope: numbers that are normalised together, and when: those of a head, with one scale
+        for all heads ("head": Qwen 3, Gemma 3), the same behind the rotation ("rotated": Hunyuan),
+        those of a head, with a scale for each ("each": Cohere), or those of all heads ("all": OLMo
+        2).
+      activation: "gelu" (tanh approximation, as GPT-2), "exact_gelu", "relu", "relu2" (squared) or
+        "xielu" (Huang and Schlag 2024; a layer learns two numbers of it), or gated: "swiglu",
+        "geglu", or "clamped_swiglu" (GPT-OSS).
       tied: one table for embedding and unembedding.
       scaled_embedding: embeddings are multiplied by the square root of ``width`` (Gemma).
+      embedding_scale: further factor of embeddings (Granite).
+      residual_scale: factor of both residual branches (Granite).
+      logit_scale: factor of logits (Granite, Cohere).
       bias: biases in linear layers and in LayerNorm.
       qkv_bias: biases of queries, keys and values, also without ``bias`` (Qwen 2).
+      out_bias: biases of attention's output; None for ``bias``.
+      mlp_bias: likewise of the MLP.
+      norm_bias: likewise of LayerNorm.
+      head_bias: a bias of every logit (Phi).
       dropout: probability, in [0, 1), for the embedding and for both residual branches. Attention
         weights are never dropped, since flash attention does not store them.
       dtype: compute dtype, "float32" or "bfloat16".
       query_scalar: attention scores are divided by its square root; None means the width of a head.
+      attention_scale: factor of attention scores in place of that (Granite); None for none.
       attention_soft_cap: scores s become ``cap * tanh(s / cap)`` (Gemma 2); None means none.
       logit_soft_cap: likewise the logits.
       window: tokens that a local layer sees, its own included; None if all layers are global.
@@ -70,10 +93,13 @@ class GPTConfig(validation.Validated):
       kv_rank: size of the latent vector from which a token's keys and values are made (DeepSeek-AI
         2024, section 2.1); None for keys and values of its own.
       query_rank: likewise for queries; None makes them from the residual stream.
-      rotary_size: numbers of a head, beside ``head_size`` with ``kv_rank``, that are rotated.
+      rotary_size: numbers of a head, the first ones, that are rotated; with ``kv_rank`` they lie
+        beside ``head_size``. None for all.
       value_size: width of a head's values with ``kv_rank``.
       global_every: layer n is global if this divides n, counted from 1, and local otherwise (Gemma
         2: 2, Gemma 3: 6); None with a window means that all layers are local.
+      global_layers: the numbers of the global layers, counted from 1, where no rule says them.
+      unrotated_layers: numbers of the layers without rotary positions (SmolLM 3, Cohere 2).
       rope_theta: base of the rotary wavelengths.
       local_rope_theta: base of the wavelengths of local layers, which are then not stretched (Gemma
         3); None for the wavelengths of global layers.
@@ -82,8 +108,16 @@ class GPTConfig(validation.Validated):
         tokens (Llama 3); None stretches all of them (Gemma 3).
       rope_ramp: between both factors, the stretch changes linearly with how often a wavelength fits
         ("llama3"), or with its number among a head's wavelengths ("yarn": Peng et al. 2023, section
-        3.2); "yarn_whole" rounds the ends of that ramp outwards to whole numbers.
+        3.2); "yarn_whole" rounds the ends of that ramp outwards to whole numbers. "dynamic"
+        stretches nothing up to ``sequence_length``, and is kept for longer texts.
       rope_mscale: scores are multiplied by (1 + 0.1 rope_mscale ln(rope_factor)) squared (YaRN).
+      rope_magnitude: factor of the rotated numbers of queries and keys, except in local layers with
+        wavelengths of their own.
+      query_growth: queries at position p are multiplied by 1 + query_growth ln(1 + floor(p /
+        rope_original_length)) (Ministral 3).
+      rope_short_factors: factor of each wavelength (LongRoPE: Ding et al. 2024); None for
+        ``rope_factor``.
+      rope_long_factors: the same for sequences longer than ``rope_original_length``.
       rope_low_freq_factor: wavelengths that fit less often than this are stretched in full.
       rope_high_freq_factor: wavelengths that fit more often than this are kept; in between, both
         are mixed.
@@ -99,7 +133,9 @@ class GPTConfig(validation.Validated):
       router: function from the router's logits to scores: "softmax" over all experts, or "sigmoid".
       normalized_scores: the scores of the chosen experts are divided by their sum.
       score_factor: factor of the chosen experts' scores (DeepSeek-V3).
-      expert_groups: equal groups of experts; the two best experts of each are its score.
+      expert_groups: equal groups of experts.
+      choices_per_group: the best experts of a group that are its score together: 2 (DeepSeek-V3) or
+        1 (DeepSeek-V2).
       groups_per_token: groups with the best scores, among whose experts a token's are chosen.
       bias_speed: each expert has a bias, added to its score only when experts are chosen, which
         `models.gpt.end_step` moves by so much towards equal use (Wang et al. 2024); None for none.
@@ -116,6 +152,8 @@ class GPTConfig(validation.Validated):
       mtp_loss: coefficient of the loss of a further layer, which predicts the token after the next
         from the last layer's output and the next token's embedding (multi-token prediction:
         DeepSeek-AI 2024, section 2.2). The layer is not counted in ``num_layers``; None for none.
+      model_type: the family of the transformers library that `models.hugging_face` read it from, as
+        which it is written if the shape still fits; configs that differ in nothing else are equal.
 
     Raises:
       ValueError: values that do not fit together, all of them in one message.
@@ -130,17 +168,33 @@ class GPTConfig(validation.Validated):
     head_size: int | None = None
     mlp_width: int | None = None
     positions: Literal["rotary", "learned"] = "rotary"
+    first_position: int = 0
     norm: Literal["rms", "layer"] = "rms"
+    norm_scale: bool = True
+    norms_from_zero: bool = False
+    pre_norm: bool = True
     post_norm: bool = False
+    residual: Literal["sequential", "parallel", "parallel_norms"] = "sequential"
     qk_norm: bool = False
-    activation: Literal["gelu", "swiglu", "geglu", "clamped_swiglu"] = "swiglu"
+    qk_norm_scope: Literal["head", "rotated", "each", "all"] = "head"
+    activation: Literal[
+        "gelu", "exact_gelu", "relu", "relu2", "xielu", "swiglu", "geglu", "clamped_swiglu"
+    ] = "swiglu"
     tied: bool = True
     scaled_embedding: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     bias: bool = False
     qkv_bias: bool = False
+    out_bias: bool | None = None
+    mlp_bias: bool | None = None
+    norm_bias: bool | None = None
+    head_bias: bool = False
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     query_scalar: int | None = None
+    attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     attention_sinks: bool = False
@@ -150,12 +204,18 @@ class GPTConfig(validation.Validated):
     value_size: int | None = None
     window: int | None = None
     global_every: int | None = None
+    global_layers: tuple[int, ...] | None = None
+    unrotated_layers: tuple[int, ...] = ()
     rope_theta: float = 10_000.0
     local_rope_theta: float | None = None
     rope_factor: float = 1.0
     rope_original_length: int | None = None
-    rope_ramp: Literal["llama3", "yarn", "yarn_whole"] = "llama3"
+    rope_ramp: Literal["llama3", "yarn", "yarn_whole", "dynamic"] = "llama3"
     rope_mscale: float = 0.0
+    rope_magnitude: float = 1.0
+    query_growth: float = 0.0
+    rope_short_factors: tuple[float, ...] | None = None
+    rope_long_factors: tuple[float, ...] | None = None
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     norm_epsilon: float = 1e-5
@@ -171,6 +231,7 @@ class GPTConfig(validation.Validated):
     normalized_scores: bool = True
     score_factor: float = 1.0
     expert_groups: int = 1
+    choices_per_group: int = 2
     groups_per_token: int = 1
     bias_speed: float | None = None
     capacity_factor: float | None = None
@@ -179,6 +240,7 @@ class GPTConfig(validation.Validated):
     z_loss: float = 0.0
     qk_clip: float | None = None
     mtp_loss: float | None = None
+    model_type: str | None = dataclasses.field(default=None, compare=False)
 
     def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
@@ -191,10 +253,15 @@ class GPTConfig(validation.Validated):
         yield from validation.not_positive(
             self, "rope_factor", "norm_epsilon", "attention_soft_cap", "logit_soft_cap",
             "capacity_factor", "device_capacity_factor", "score_factor", "qk_clip",
+            "attention_scale", "embedding_scale", "residual_scale", "logit_scale", "rope_magnitude",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
-        yield from validation.without_effect(self, "window", "global_every", "local_rope_theta")
-        yield from validation.negative(self, "mtp_loss")
+        yield from validation.without_effect(
+            self, "window", "global_every", "global_layers", "local_rope_theta"
+        )
+        yield from self._layer_problems()
+        yield from self._contradictions()
+        yield from validation.negative(self, "mtp_loss", "first_position")
         if self.attention_sinks and (self.attention_soft_cap or self.kv_rank):
             other = "attention_soft_cap" if self.attention_soft_cap else "kv_rank"
             rule, others = f"does not go with ${other}", {other: getattr(self, other)}
@@ -204,6 +271,9 @@ class GPTConfig(validation.Validated):
                 rule = "does not go with $" + name + ", which bounds scores"
                 yield Problem("qk_clip", self.qk_clip, rule, (None,), {name: value})
         yield from self._rotary_problems()
+        yield from self._factor_problems()
+        if self.rope_ramp != "dynamic":
+            yield from validation.without_effect(self, "rope_original_length", "rope_ramp")
         if small:
             return
         yield from self._expert_problems()
@@ -212,12 +282,87 @@ class GPTConfig(validation.Validated):
             return
         if self.head_size is None and self.width % self.num_heads:
             yield validation.not_a_divisor("num_heads", self.num_heads, "width", self.width)
+        elif self.rotary_size is not None:
+            yield from self._rotary_size_problems(self.head_width)
         elif self.positions == "rotary" and self.head_width % 2:
             yield self._odd_heads()
         if self.num_heads % self.kv_heads:
             yield validation.not_a_divisor(
                 "num_kv_heads", self.kv_heads, "num_heads", self.num_heads
             )
+
+    def _layer_problems(self) -> Iterator[Problem]:
+        """Yields numbers of layers that do not exist, and two rules for the same layers."""
+        for name in ("global_layers", "unrotated_layers"):
+            numbers = getattr(self, name) or ()
+            if not set(numbers) <= set(range(1, self.num_layers + 1)):
+                others = {"num_layers": self.num_layers}
+                yield Problem(name, numbers, "must be numbers from 1 to $num_layers", (), others)
+        if self.global_layers is not None and self.global_every is not None:
+            rule, others = "says the same as $global_every", {"global_every": self.global_every}
+            yield Problem("global_layers", self.global_layers, rule, (None,), others)
+
+    def _contradictions(self) -> Iterator[Problem]:
+        """Yields values that another option leaves without effect or without a meaning."""
+        parallel = self.residual != "sequential"
+        for name, other, wrong in (
+            ("pre_norm", "residual", parallel and not self.pre_norm),
+            (
+                "attention_scale",
+                "query_scalar",
+                None not in (self.attention_scale, self.query_scalar),
+            ),
+            ("norms_from_zero", "norm_scale", self.norms_from_zero and not self.norm_scale),
+            ("norm_scale", "norm", self.norm == "rms" and not self.norm_scale),
+            ("qk_norm_scope", "qk_norm", self.qk_norm_scope != "head" and not self.qk_norm),
+            (
+                "activation",
+                "num_experts",
+                self.activation == "xielu" and self.num_experts is not None,
+            ),
+            (
+                "rotary_size",
+                "positions",
+                self.rotary_size is not None and self.positions != "rotary",
+            ),
+            ("first_position", "positions", self.first_position and self.positions == "rotary"),
+            ("mtp_loss", "head_bias", self.mtp_loss is not None and self.head_bias),
+        ):
+            if wrong:
+                value, others = getattr(self, name), {other: getattr(self, other)}
+                near = (getattr(type(self), name),)
+                yield Problem(name, value, f"does not go with ${other}", near, others)
+
+    def _rotary_size_problems(self, most: int | None) -> Iterator[Problem]:
+        """Yields a number of rotated numbers that is odd, or larger than heads."""
+        size = self.rotary_size
+        assert size is not None
+        if size % 2:
+            yield Problem(
+                "rotary_size", size, "must be even", [n for n in (size - 1, size + 1) if n]
+            )
+        if most is not None and size > most:
+            yield Problem(
+                "rotary_size", size, f"must be at most {most}, the size of a head", (most,)
+            )
+
+    def _factor_problems(self) -> Iterator[Problem]:
+        """Yields what is wrong with the factors of single wavelengths."""
+        names = ("rope_short_factors", "rope_long_factors")
+        given = {name: getattr(self, name) for name in names}
+        if set(given.values()) == {None}:
+            return
+        for name, other in (names, names[::-1]):
+            if given[name] is None:
+                yield Problem(name, None, f"must be given with ${other}", (), {other: given[other]})
+            elif min(given[name], default=0) <= 0:
+                yield Problem(name, given[name], "must be above 0")
+            elif len(given[name]) != (half := self.rotated_width // 2):
+                yield Problem(name, given[name], f"must be {half} factors, one for each wavelength")
+        if self.rope_factor == 1 and self.rope_original_length is None:
+            rule = "must be given with $rope_short_factors"
+            others = {names[0]: given[names[0]]}
+            yield Problem("rope_original_length", None, rule, (), others)
 
     def _odd_heads(self) -> Problem:
         why = "but rotary positions need an even size"
@@ -240,7 +385,7 @@ class GPTConfig(validation.Validated):
             theta = getattr(self, name)
             if theta is not None and theta <= 1:
                 yield Problem(name, theta, "must be above 1: wavelengths grow by its powers")
-        yield from validation.negative(self, "rope_mscale")
+        yield from validation.negative(self, "rope_mscale", "query_growth")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if not 0 < low < high:
             rule = "must be above 0 and below $rope_high_freq_factor"
@@ -248,7 +393,7 @@ class GPTConfig(validation.Validated):
             yield Problem("rope_low_freq_factor", low, rule, (), others)
         yield from validation.without_effect(
             self, "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor",
-            "rope_ramp", "rope_mscale",
+            "rope_mscale", "query_growth",
         )  # fmt: skip
 
     def _latent_problems(self) -> Iterator[Problem]:
@@ -263,16 +408,16 @@ class GPTConfig(validation.Validated):
             rule, others = "must be $num_heads with $kv_rank", {"num_heads": self.num_heads}
             near = (self.num_heads,)
             yield Problem("num_kv_heads", self.kv_heads, rule, near, others | given)
-        for name in ("qk_norm", "bias", "qkv_bias", "query_scalar", "positions"):
+        for name in (
+            "qk_norm", "bias", "qkv_bias", "out_bias", "query_scalar", "attention_scale",
+            "positions", "unrotated_layers",
+        ):  # fmt: skip
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default:
                 yield Problem(name, value, "does not go with $kv_rank", (default,), given)
         if self.rotary_size is None or self.value_size is None:
             return
-        if self.rotary_size % 2:
-            size = self.rotary_size
-            even = [n for n in (size - 1, size + 1) if n]
-            yield Problem("rotary_size", size, "must be even", even)
+        yield from self._rotary_size_problems(None)
         if self.value_size > self.score_width:
             rule = "must be at most $head_size + $rotary_size"
             others = {"head_size": self.head_width, "rotary_size": self.rotary_size}
@@ -334,19 +479,28 @@ class GPTConfig(validation.Validated):
     @property
     def score_width(self) -> int:
         """Width of a query or key head."""
-        return self.head_width + (self.rotary_size or 0)
+        return self.head_width + ((self.rotary_size or 0) if self.kv_rank is not None else 0)
 
     @property
     def score_scale(self) -> float:
         """Factor by which scores are multiplied before the softmax."""
         stretched = 1 + 0.1 * self.rope_mscale * math.log(self.rope_factor)
+        if self.attention_scale is not None:
+            return stretched**2 * self.attention_scale
         return stretched**2 / math.sqrt(self.query_scalar or self.score_width)
 
     @property
     def hidden_width(self) -> int:
         if self.mlp_width is not None:
             return self.mlp_width
-        return 4 * self.width if self.activation == "gelu" else math.ceil(self.width / 24) * 64
+        return math.ceil(self.width / 24) * 64 if self.activation in GATED else 4 * self.width
+
+    def has_bias(self, part: str) -> bool:
+        """Whether a part of a layer, one of `BIASES`, has biases."""
+        if part == "qkv":
+            return self.bias or self.qkv_bias
+        own = getattr(self, f"{part}_bias")
+        return self.bias if own is None else own
 
     @property
     def expert_hidden_width(self) -> int:
@@ -393,9 +547,19 @@ class GPTConfig(validation.Validated):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer, the further one included."""
         return tuple(
-            LayerKind(self._is_local(n), self._has_experts(n), is_further=n > self.num_layers)
+            LayerKind(
+                self._is_local(n),
+                self._has_experts(n),
+                is_further=n > self.num_layers,
+                is_rotated=n not in self.unrotated_layers,
+            )
             for n in range(1, self.num_layers + self.num_further + 1)
         )
+
+    @property
+    def main_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer but the further one."""
+        return self.layer_kinds[: self.num_layers]
 
     @property
     def num_further(self) -> int:
@@ -413,6 +577,8 @@ class GPTConfig(validation.Validated):
 
     def _is_local(self, number: int) -> bool:
         every = self.global_every
+        if self.global_layers is not None:
+            return number not in self.global_layers
         return self.window is not None and (every is None or number % every != 0)
 
     @classmethod

@@ -16,9 +16,14 @@ PyTree = Any
 
 
 def of_tables(outer: PyTree, split: Any) -> PyTree:
-    """Makes a tree with ``split`` for every vocabulary table, None for all else of the ends."""
+    """Makes a tree with ``split`` for what has a row per token, None for all else of the ends."""
+
+    def is_of_tokens(path: tuple[Any, ...]) -> bool:
+        of_head = [entry.key for entry in path] == ["head", "bias"]
+        return of_head or path[-1].key == "table"
+
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: split if path[-1].key == "table" else None, outer
+        lambda path, _: split if is_of_tokens(path) else None, outer
     )
 
 

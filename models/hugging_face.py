@@ -9,8 +9,10 @@ from `jaxpipe.Pipeline.place` and ``unplace``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ArgumentError, refuse, shown
-from models.hugging_face_families import FAMILIES, Config
+from models.gpt_config import GPTConfig
+from models.hugging_face_families import FAMILIES, MULTIMODAL, Config
 from models.hugging_face_family import Family
 from models.hugging_face_fields import Fields, TokenIds, token_id_fields
 from models.hugging_face_files import (
@@ -54,6 +57,10 @@ LEAVES = {
 
 PASSING = ("counts", "max_logits")
 """States by these names are 0 between steps, and not kept."""
+_DEQUANTIZING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""The library's classes that dequantize while it reads, by ``quant_method``."""
+_OF_TEXT = re.compile(r"(model\.)?language_model\.|lm_head\.")
+"""Names of the decoder's tensors in a model of several kinds of input, as versions write them."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -96,6 +103,8 @@ class Folder:
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
         fields = Fields(folder / CONFIG, read_json(folder / CONFIG))
+        of_text = str(fields.get("model_type", None)) in MULTIMODAL
+        fields = fields.part("text_config") if of_text else fields
         if (name := str(fields.get("model_type", None))) not in FAMILIES:
             raise ValueError(
                 f"{folder}/config.json has model_type={shown(name)}; only {', '.join(FAMILIES)} "
@@ -103,12 +112,17 @@ class Folder:
             )
         family = self._family = FAMILIES[name]
         stored = find_tensors(folder, unread=family.unread)
-        tensors = [part for tensor in stored for part in apart(tensor, family.joined)]
-        self._tensors = {_current_name(tensor.name, family): tensor for tensor in tensors}
+        if of_text:
+            stored = [tensor for tensor in stored if _OF_TEXT.match(tensor.name)]
+        tensors = [part for tensor in stored for part in apart(tensor, family.fused)]
+        self._tensors = {_current_name(part.name, family): part for part in tensors}
+        fields.tensors = set(self._tensors)
         try:
-            self.config = family.read(fields, set(self._tensors))
+            config = family.read(fields)
         except ArgumentError as error:
             raise ValueError(f"{folder / CONFIG} describes no model of ours: {error}") from error
+        is_gpt = isinstance(config, GPTConfig)
+        self.config = dataclasses.replace(config, model_type=name) if is_gpt else config
         ids = fields.token_ids(family.token_ids) if family.token_ids else TokenIds()
         self.token_ids: TokenIds = ids
         self._names = _names(family, self.config)
@@ -139,11 +153,13 @@ class Folder:
             return np.zeros(shape.shape, np.float32)
         names = self._names[_path(path)]
         layers = [names.layers[n] for n in number or range(len(names.layers))]
+        order = _order(self._family, self.config, path)
         arrays = []
         for layer in layers:
             tensors = [self._tensors[name] for name in layer]
             numbers = [tensor.read() for tensor in tensors]
-            arrays.append(_join(self._family, path, numbers, names.experts))
+            array = _join(self._family, path, numbers, names.experts)
+            arrays.append(array if order is None else array[..., order])
             # NaN is the largest number, and the smallest.
             if not (np.isfinite(arrays[-1].max()) and np.isfinite(arrays[-1].min())):
                 _refuse_not_finite(tensors, numbers)
@@ -218,7 +234,8 @@ def _model_type(config: Config) -> str:
     if not of_kind:
         raise ValueError(f"config is a {type(config).__name__}, of which the library has no model.")
     misfits = {name: family.misfits(config) for name, family in of_kind.items()}
-    nearest = min(misfits, key=lambda name: len(misfits[name]))
+    own = getattr(config, "model_type", None)
+    nearest = min(misfits, key=lambda name: (len(misfits[name]), name != own))
     if misfits[nearest]:
         found = ", ".join(f"{field}={getattr(config, field)!r}" for field in misfits[nearest])
         raise ValueError(
@@ -236,13 +253,20 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
             continue
         theirs, array = names[_path(path)], np.asarray(value)
         layers = array if theirs.stacked else [array]
+        if (order := _order(family, config, path)) is not None:
+            layers = [layer[..., np.argsort(order)] for layer in layers]
         for layer, layer_names in zip(layers, theirs.layers, strict=True):
             split = _split(family, config, path, layer, len(layer_names), theirs.experts)
             tensors |= {
                 family.prefix + name: np.ascontiguousarray(part, np.float32)
                 for name, part in zip(layer_names, split, strict=True)
             }
-    tensors = together(tensors, family.joined)
+    tensors = together(tensors, family.fused)
+    tensors |= {
+        family.layer.format(n) + name: np.array(value, np.float32)
+        for n in range(config.num_layers if family.constants else 0)
+        for name, value in family.constants
+    }
     # BatchNorm there also counts batches; nothing uses the count, but reading warns without it.
     return tensors | {
         name.replace("running_mean", "num_batches_tracked"): np.zeros((), np.int64)
@@ -288,7 +312,7 @@ def _names(family: Family, config: Config) -> dict[str, _Names]:
         # A broadcast number has a shape, and takes no memory.
         layer = np.broadcast_to(np.float32(0), layer_shape)
         names[_path(path)] = _Names(
-            [tuple(f"{name.format(number)}.{suffix}" for name in theirs) for number in numbers],
+            [tuple(_tensor(name.format(number), suffix) for name in theirs) for number in numbers],
             [part.shape for part in _split(family, config, path, layer, len(theirs), experts)],
             stacked,
             experts,
@@ -305,6 +329,11 @@ def _find(
             theirs = modules[module]
             return (theirs,) if isinstance(theirs, str) else theirs, suffix
     return None
+
+
+def _tensor(module: str, suffix: str) -> str:
+    """Names the tensor of a module; one that begins with "=" is a tensor's already."""
+    return module[1:] if module.startswith("=") else f"{module}.{suffix}"
 
 
 @functools.cache
@@ -329,8 +358,7 @@ def _join(family: Family, path, tensors: list[np.ndarray], experts: bool) -> np.
         joined = np.stack(tensors)
     else:
         joined = tensors[0] if len(tensors) == 1 else np.concatenate(tensors, axis=-1)
-    joined = np.ascontiguousarray(joined, np.float32)
-    return joined + 1 if path[-1].key == "scale" and family.norms_from_zero else joined
+    return np.ascontiguousarray(joined, np.float32)
 
 
 def _split(
@@ -346,9 +374,16 @@ def _split(
     if path[-1].key == "kernel" and not family.kernels_as_ours:
         last = arrays[0].ndim - 1
         arrays = [np.transpose(part, (last, last - 1, *range(last - 1))) for part in arrays]
-    if path[-1].key == "scale" and family.norms_from_zero:
-        arrays = [part - 1 for part in arrays]
     return arrays
+
+
+def _order(family: Family, config: Any, path) -> np.ndarray | None:
+    """Finds, for each number in the last dimension of a leaf of ours, the place of theirs."""
+    module = path[-2].key if len(path) > 1 else None
+    if family.order is None or module not in ("qkv", "query_norm", "key_norm"):
+        return None
+    order = family.order(config)
+    return order if module == "qkv" else order[: config.head_width]  # norms are those of a head
 
 
 def _check_tensors(
@@ -369,12 +404,12 @@ def _check_tensors(
     lacking = wanted.keys() - tensors.keys()
     has_prefix = any(t.stored.name.startswith(family.prefix) for t in tensors.values())
     prefix = family.prefix if has_prefix else ""
-    missing = sorted({prefix + stored_name(name, family.joined) for name in lacking})
+    missing = sorted({prefix + stored_name(name, family.fused) for name in lacking})
     unexpected = sorted(
         {
             tensor.stored.name
             for name, tensor in tensors.items()
-            if name not in wanted and not name.endswith(family.unread)
+            if name not in wanted and not name.endswith((*family.unread, *dict(family.constants)))
         }
     )
     failures = [
@@ -395,10 +430,16 @@ def _check_tensors(
             )
     if failures and (quantized := fields.part("quantization_config")).count:
         method = shown(quantized.get("quant_method", None))
+        remedy = "Dequantize the model with the transformers library, then save_pretrained."
+        if (kind := _DEQUANTIZING.get(method.strip("'"))) is not None:
+            remedy = (
+                "Dequantize it with the transformers library:\n  model = AutoModelForCausalLM."
+                f"from_pretrained({str(folder)!r}, quantization_config={kind}(dequantize=True))\n"
+                "  model.save_pretrained(FOLDER)"
+            )
         failures = [
             f"{folder / CONFIG} has a quantization_config (quant_method={method}); only weights in "
-            "floating-point can be read. Dequantize the model with the transformers library, then "
-            "save_pretrained."
+            f"floating-point can be read. {remedy}"
         ]
     elif missing:
         failures = [*_bare(folder, fields, lacking, tensors, family.write(config)), *failures]
@@ -455,9 +496,9 @@ def _check_trees(trees: PyTree, wanted: PyTree) -> None:
 
 
 def _current_name(name: str, family: Family) -> str:
-    """Removes the head's prefix, and renames gamma and beta of LayerNorms in early BERT files."""
-    name = name.removeprefix(family.prefix)
-    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+    """Removes prefixes, and renames gamma and beta of LayerNorms in early BERT files."""
+    name = re.sub(r"^(model\.)?language_model\.", r"\1", name).removeprefix(family.prefix)
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             name = name.removesuffix(old) + new
     return name

@@ -1,91 +1,808 @@
-"""Families as the transformers library names them: GPT-2, BERT, ResNet, and a file of decoders."""
+"""The families of the transformers library that can be read and written: a table.
+
+An entry of a decoder says, beside the names of fields and modules, what all its models share. What
+one field of theirs means, see `models.hugging_face_family`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from models import bert, gpt, hugging_face_rope, resnet
+import numpy as np
+
+from models import bert, gpt, resnet
 from models.bert import BERTConfig
-from models.gpt import GPTConfig
-from models.hugging_face_decoders import DECODERS, OF_TRAINING, beside
-from models.hugging_face_deepseek import DEEPSEEK
-from models.hugging_face_family import Family, unlike
+from models.blocks import XIELU
+from models.gpt_config import GPTConfig
+from models.hugging_face_family import (
+    GELU,
+    Decoder,
+    Family,
+    Meaning,
+    Modules,
+    activation,
+    biases,
+    chosen_by_bias,
+    dense_first,
+    divisor,
+    dropout,
+    flag,
+    further_layer,
+    rotary,
+    shared_experts,
+    unlike,
+    unrotated,
+    windows,
+)
 from models.hugging_face_fields import Fields, TokenIds
+from models.hugging_face_files import Fused
 from models.resnet import ResNetConfig
 
 Config = GPTConfig | BERTConfig | ResNetConfig
 
 
-def _read_gpt2(fields: Fields, names: set[str]) -> GPTConfig:
-    fields.require(
-        activation_function=("gelu_new", "gelu_pytorch_tanh"),
-        scale_attn_weights=(True,),
-        scale_attn_by_inverse_layer_idx=(False,),
-        add_cross_attention=(False,),
-        tie_word_embeddings=(True,),
-    )
-    return GPTConfig(
-        vocab_size=fields.size("vocab_size"),
-        sequence_length=fields.size("n_positions"),
-        num_layers=fields.layers("n_layer"),
-        width=fields.size("n_embd"),
-        num_heads=fields.size("n_head"),
-        mlp_width=fields.size_or_none("n_inner"),
-        positions="learned",
-        norm="layer",
-        activation="gelu",
-        bias=True,
-        dropout=fields.number("resid_pdrop", 0.1),
-        norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-    )
-
-
-def _write_gpt2(config: GPTConfig) -> dict[str, Any]:
+def _experts(shared: str = "shared_experts", **others: str | tuple[str, ...]) -> Modules:
+    """Names the modules of a mixture of experts."""
+    kinds = ("up", "gate", "down")
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": config.vocab_size,
-        "n_positions": config.sequence_length,
-        "n_layer": config.num_layers,
-        "n_embd": config.width,
-        "n_head": config.num_heads,
-        "n_inner": config.mlp_width,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": config.tied,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
-        "attn_pdrop": 0.0,
-        "layer_norm_epsilon": config.norm_epsilon,
+        "mlp/router": "mlp.gate",
+        "mlp/router/selection/bias": "=mlp.gate.e_score_correction_bias",
+        **{f"mlp/experts/{kind}": f"mlp.experts.{{}}.{kind}_proj" for kind in kinds},
+        **{f"mlp/shared/{kind}": f"mlp.{shared}.{kind}_proj" for kind in kinds},
+        **{f"mlp/{ours}": theirs for ours, theirs in others.items()},
     }
 
 
-_GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True}
-_GPT2_FREE = {
-    *("vocab_size", "sequence_length", "num_layers", "width", "mlp_width", "norm_epsilon"),
-    *("num_heads", "num_kv_heads", "head_size", "local_rope_theta"),
-    *(*hugging_face_rope.OURS, *OF_TRAINING),
+def _neighbours(config: GPTConfig) -> np.ndarray:
+    """Orders heads whose rotary positions turn neighbouring numbers; ours turn two halves."""
+    width, rotated = config.head_width, config.rotated_width
+    turned = np.arange(width)
+    turned[:rotated] = turned[:rotated].reshape(-1, 2).T.reshape(-1)
+    heads = [turned] * (config.num_heads + config.kv_heads) + [np.arange(width)] * config.kv_heads
+    return (np.arange(len(heads))[:, None] * width + np.stack(heads)).reshape(-1)
+
+
+def _groups(config: GPTConfig) -> np.ndarray:
+    """Orders heads that lie by groups there: some queries, then their key and their value."""
+    count = config.num_heads // config.kv_heads
+    shape = (config.kv_heads, count + 2, config.head_width)
+    rows = np.arange(np.prod(shape)).reshape(shape)
+    parts = rows[:, :count], rows[:, count], rows[:, count + 1]
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
+def _falcon() -> Meaning:
+    """Falcon's three architectures: their norms, and how many heads their keys have."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        heads = fields.size("num_attention_heads")
+        fields = fields.completed(parallel_attn=True, multi_query=True)
+        is_parallel, is_multi = fields.flag("parallel_attn"), fields.flag("multi_query")
+        if not fields.flag("new_decoder_architecture"):
+            residual = "parallel" if is_parallel else "sequential"
+            return {"num_kv_heads": 1 if is_multi else heads, "residual": residual}
+        fields.require(parallel_attn=(True,), num_ln_in_parallel_attn=(None, 2, 1))
+        has_one = fields.get("num_ln_in_parallel_attn", None) == 1
+        residual = "parallel" if has_one else "parallel_norms"
+        return {"num_kv_heads": fields.size_or_none("num_kv_heads") or heads, "residual": residual}
+
+    def is_new(config: GPTConfig) -> bool:
+        return config.kv_heads not in (1, config.num_heads) or config.residual == "parallel_norms"
+
+    def write(config: GPTConfig) -> dict[str, Any]:
+        norms = 1 if config.residual == "parallel" else 2
+        return {
+            "new_decoder_architecture": is_new(config),
+            "multi_query": config.kv_heads == 1,
+            "num_kv_heads": config.kv_heads if is_new(config) else config.num_heads,
+            "parallel_attn": config.residual != "sequential",
+            "num_ln_in_parallel_attn": norms if is_new(config) else None,
+        }
+
+    def misfits(config: GPTConfig) -> list[str]:
+        return ["residual"] if is_new(config) and config.residual == "sequential" else []
+
+    return Meaning(("num_kv_heads", "residual"), read, write, misfits)
+
+
+def _falcon_norms(config: GPTConfig) -> Modules:
+    if config.residual != "parallel_norms":
+        return {}
+    return {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+
+
+def _hunyuan_experts() -> Meaning:
+    """As many experts for each token in all layers, and a shared one as wide as each."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        if isinstance(choices := fields.get("moe_topk"), list) and choices:
+            fields.require(moe_topk=(choices[:1] * fields.layers("num_hidden_layers"),))
+            fields = fields.extended(moe_topk=choices[0])
+        return {
+            "experts_per_token": fields.size("moe_topk"),
+            "shared_width": fields.size("intermediate_size"),
+        }
+
+    return Meaning(
+        ("experts_per_token", "shared_width"),
+        read,
+        lambda config: {"moe_topk": config.experts_per_token},
+        lambda config: [] if config.shared_width == config.hidden_width else ["shared_width"],
+    )
+
+
+def _limited_groups() -> Meaning:
+    """DeepSeek-V2's groups of experts, each as good as its best one; or none."""
+    ours, method = ("expert_groups", "groups_per_token"), "topk_method"
+    limited = "group_limited_greedy"
+
+    def read(fields: Fields) -> dict[str, Any]:
+        fields.require(**{method: ("greedy", limited)})
+        if fields.get(method, "greedy") != limited:
+            return {}
+        counts = fields.size("n_group"), fields.size("topk_group")
+        return {**dict(zip(ours, counts, strict=True)), "choices_per_group": 1}
+
+    def misfits(config: GPTConfig) -> list[str]:
+        fits = config.expert_groups == 1 or config.choices_per_group == 1
+        return [] if fits else ["choices_per_group"]
+
+    def write(config: GPTConfig) -> dict[str, Any]:
+        method_is = "greedy" if config.expert_groups == 1 else limited
+        counts = {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
+        return {method: method_is, **counts}
+
+    return Meaning((*ours, "choices_per_group"), read, write, misfits)
+
+
+def _mlp_only_layers() -> Meaning:
+    """Layers without experts, of which only the first ones can be read."""
+    name = "mlp_only_layers"
+
+    def read(fields: Fields) -> dict[str, Any]:
+        layers = fields.get(name, None)
+        count = len(layers) if isinstance(layers, list) else 0
+        fields.require(**{name: (list(range(count)), None)})
+        return {"dense_layers": count or None}
+
+    return Meaning(
+        ("dense_layers",), read, lambda config: {name: list(range(config.dense_layers or 0))}
+    )
+
+
+# What several decoders share.
+# fmt: off
+_ENDS: Modules = {
+    "embed/table": "model.embed_tokens", "head/norm": "model.norm", "head/table": "lm_head",
+    "head/bias": "=lm_head.bias",
 }
+_LLAMA: Modules = {
+    "attention_norm": "input_layernorm",
+    "attention/qkv": tuple(f"self_attn.{name}_proj" for name in "qkv"),
+    "attention/out": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
+    **{f"mlp/{name}": f"mlp.{name}_proj" for name in ("up", "gate", "down")},
+}
+_QK_NORMS: Modules = {
+    "attention/query_norm": "self_attn.q_norm", "attention/key_norm": "self_attn.k_norm",
+}
+_POST_NORMS: Modules = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_FOUR_NORMS: Modules = _POST_NORMS | {"mlp_norm": "pre_feedforward_layernorm"}
+_MIXTRAL: Modules = {
+    "mlp/router": "block_sparse_moe.gate", "mlp/experts/up": "block_sparse_moe.experts.{}.w3",
+    "mlp/experts/gate": "block_sparse_moe.experts.{}.w1",
+    "mlp/experts/down": "block_sparse_moe.experts.{}.w2",
+    "mlp/router/selection/bias": "=block_sparse_moe.e_score_correction_bias",
+}
+_GRANITE_MOE: Modules = {
+    "mlp/router": "block_sparse_moe.router.layer",
+    **{f"mlp/experts/{kind}": f"experts.{kind}" for kind in ("up", "gate", "down")},
+    **{f"mlp/shared/{kind}": f"shared_mlp.{kind}" for kind in ("up", "gate")},
+    "mlp/shared/down": "shared_mlp.output_linear",
+}
+_LATENT: Modules = {
+    "attention/latent": "self_attn.kv_a_proj_with_mqa",
+    "attention/latent_norm": "self_attn.kv_a_layernorm",
+    "attention/key_value": "self_attn.kv_b_proj", "attention/query_down": "self_attn.q_a_proj",
+    "attention/query_norm": "self_attn.q_a_layernorm", "attention/query": "self_attn.q_b_proj",
+}
+_FURTHER: Modules = {
+    "hidden_norm": "hnorm", "embedding_norm": "enorm", "projection": "eh_proj",
+    "further_norm": "shared_head.norm",
+}
+_GPT: Modules = {
+    "attention_norm": "ln_1", "attention/qkv": "attn.c_attn", "attention/out": "attn.c_proj",
+    "mlp_norm": "ln_2", "mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj",
+}
+_GPT_ENDS: Modules = {
+    "embed/table": "transformer.wte", "embed/positions": "transformer.wpe",
+    "head/norm": "transformer.ln_f",
+}
+_NEOX: Modules = {
+    "attention_norm": "input_layernorm", "attention/qkv": "attention.query_key_value",
+    "attention/out": "attention.dense", "mlp_norm": "post_attention_layernorm",
+    "mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h",
+}
+_GATE_UP = (Fused(".mlp.gate_up_proj.weight", (".mlp.gate_proj.weight", ".mlp.up_proj.weight")),)
+_GRANITE_FUSED = (
+    Fused(".block_sparse_moe.input_linear.weight", (".experts.gate.weight", ".experts.up.weight"),
+          axis=1, turn=(1, 2, 0)),
+    Fused(".block_sparse_moe.output_linear.weight", (".experts.down.weight",), axis=1,
+          turn=(1, 2, 0)),
+    Fused(".shared_mlp.input_linear.weight", (".shared_mlp.gate.weight", ".shared_mlp.up.weight")),
+)
+_GPT_OSS_FUSED = (
+    Fused(".mlp.experts.gate_up_proj", (".mlp.experts.gate.weight", ".mlp.experts.up.weight"),
+          axis=-1, alternate=True, turn=(2, 1, 0)),
+    Fused(".mlp.experts.gate_up_proj_bias", (".mlp.experts.gate.bias", ".mlp.experts.up.bias"),
+          axis=-1, alternate=True),
+    Fused(".mlp.experts.down_proj", (".mlp.experts.down.weight",), axis=-1, turn=(2, 1, 0)),
+    Fused(".mlp.experts.down_proj_bias", (".mlp.experts.down.bias",), axis=-1),
+)
+_GPT_NAMES: dict[str, Any] = {
+    "sequence_length": "n_positions", "num_layers": "n_layer", "width": "n_embd",
+    "num_heads": "n_head", "mlp_width": "n_inner", "norm_epsilon": "layer_norm_epsilon",
+    "num_kv_heads": None, "head_size": None,
+}
+_LAYER_NORM_EPS = {"norm_epsilon": "layer_norm_eps"}
+_NO_HEAD_SIZE = {"head_size": None}
+_WINDOW = {"window": "sliding_window"}
+_MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+}
+_NO_MULTIPLIERS = dict.fromkeys((*_MULTIPLIERS.values(), "logits_scaling"), 1.0)
+_CHOICES = {"experts_per_token": "num_experts_per_tok"}
+_EXPERTS: dict[str, Any] = {
+    **_CHOICES, "num_experts": ("num_experts", "num_local_experts"),
+    "balance_loss": "router_aux_loss_coef",
+}
+_LOCAL_EXPERTS = _EXPERTS | {"num_experts": "num_local_experts"}
+_QWEN_EXPERTS = _EXPERTS | {
+    "expert_width": "moe_intermediate_size", "expert_every": "decoder_sparse_step",
+    "normalized_scores": "norm_topk_prob",
+}
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False,)}
+_QWEN_MOE_DEFAULTS = {"decoder_sparse_step": 1, "router_aux_loss_coef": 0.001}
+_DEEPSEEK_EXPERTS: dict[str, Any] = _CHOICES | {
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "expert_width": "moe_intermediate_size", "expert_groups": "n_group",
+    "groups_per_token": "topk_group", "normalized_scores": "norm_topk_prob",
+    "score_factor": "routed_scaling_factor",
+}
+_DEEPSEEK_DEFAULTS = {
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+}
+_DEEPSEEK_MEANINGS = (shared_experts("n_shared_experts"), dense_first(), chosen_by_bias())
+_LATENT_FIELDS = {
+    "head_size": "qk_nope_head_dim", "rotary_size": "qk_rope_head_dim", "value_size": "v_head_dim",
+    "kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank",
+}
+_LATENT_NEEDED = ("rotary_size", "value_size", "kv_rank", "num_experts", "expert_width")
+_OF_LAYER_NORM = {"norm": "layer"}
+_ROTARY, _SILU, _NO_BIASES = rotary(), activation(), biases()
+_ATTENTION_BIASES = biases(qkv="attention_bias", out="attention_bias")
+_ATTENTION_AND_MLP = biases(qkv="attention_bias", out="attention_bias", mlp="mlp_bias")
+_ALL_BIASES = biases(qkv=True, out=True, mlp=True, norm=True)
+_GEMMA = {"scaled_embedding": True, "norms_from_zero": True}
+_GEMMA_2 = _GEMMA | {"activation": "geglu", "post_norm": True}
+_GEMMA_FIELDS = {
+    "query_scalar": "query_pre_attn_scalar", "attention_soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_GEMMA_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+    "use_bidirectional_attention": (False, None),
+}
+_GEMMA_DEFAULTS = {
+    "tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA_2_DEFAULTS = _GEMMA_DEFAULTS | {
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}
+# fmt: on
 
 
-def _gpt2_misfits(config: GPTConfig) -> list[str]:
-    heads = {"kv_heads": config.num_heads, "head_width": config.width // config.num_heads}
-    return unlike(config, beside(_GPT2_FREE, _GPT2) | heads)
+def _decoder(
+    name: str,
+    modules: Modules,
+    *meanings: Meaning,
+    rope: Meaning | None = _ROTARY,
+    act: Meaning | None = _SILU,
+    bias: Meaning = _NO_BIASES,
+    fixed: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    needed: tuple[str, ...] = (),
+    required: Mapping[str, tuple[Any, ...]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    layer: str = "model.layers.{}",
+    ends: Modules | None = None,
+    renamed: Callable[[GPTConfig], Modules] = lambda config: {},
+    unread: tuple[str, ...] = (),
+    **options: Any,
+) -> Family:
+    """Makes a family of decoders; ``options`` are further fields of `Family`.
+
+    ``modules`` are those of a ``layer``, ``ends`` those outside that are not named as Llama's, and
+    ``renamed`` names those of a layer again that depend on the model.
+    """
+    given = tuple(meaning for meaning in (rope, act, bias, *meanings) if meaning is not None)
+    decoder = Decoder(
+        name, fixed or {}, fields or {}, given, needed, required or {}, defaults or {}
+    )
+
+    def all_modules(config: GPTConfig) -> Modules:
+        named = {**_ENDS, **(ends or {})}
+        for ours, theirs in {**modules, **renamed(config)}.items():
+            names = (theirs,) if isinstance(theirs, str) else theirs
+            named[f"layers/{ours}"] = tuple(
+                f"={layer}.{one[1:]}" if one.startswith("=") else f"{layer}.{one}" for one in names
+            )
+        if config.mtp_loss is not None:  # the last norm of the model lies in the further layer
+            named["layers/final_norm"] = named["head/norm"]
+        return named
+
+    return Family(
+        kind=GPTConfig,
+        misfits=decoder.misfits,
+        read=decoder.read,
+        write=decoder.write,
+        modules=all_modules,
+        init=gpt.init,
+        layer=layer,
+        unread=(".rotary_emb.inv_freq", "lm_head.weight", *unread),
+        **options,
+    )
 
 
-def _gpt2_modules(config) -> dict[str, str | tuple[str, ...]]:
-    return {
-        "embed/table": "wte",
-        "embed/positions": "wpe",
-        "layers/attention_norm": "h.{}.ln_1",
-        "layers/attention/qkv": "h.{}.attn.c_attn",
-        "layers/attention/out": "h.{}.attn.c_proj",
-        "layers/mlp_norm": "h.{}.ln_2",
-        "layers/mlp/up": "h.{}.mlp.c_fc",
-        "layers/mlp/down": "h.{}.mlp.c_proj",
-        "head/norm": "ln_f",
-    }
+# fmt: off
+DECODERS = {
+    "gpt2": _decoder(
+        "GPT2LMHeadModel", _GPT, dropout("resid_pdrop", "embd_pdrop", default=0.1), rope=None,
+        act=activation({"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}, "activation_function"),
+        bias=_ALL_BIASES, fixed=_OF_LAYER_NORM | {"positions": "learned"}, fields=_GPT_NAMES,
+        required={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,), "tie_word_embeddings": (True,)},
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}, layer="h.{}",
+        ends={"embed/table": "wte", "embed/positions": "wpe", "head/norm": "ln_f"},
+        prefix="transformer.", kernels_as_ours=True, unread=(".attn.bias", ".attn.masked_bias"),
+        token_ids=TokenIds(50256, 50256),
+    ),
+    "llama": _decoder(
+        "LlamaForCausalLM", _LLAMA, bias=_ATTENTION_AND_MLP, token_ids=TokenIds(1, 2),
+    ),
+    "qwen2": _decoder(
+        "Qwen2ForCausalLM", _LLAMA, windows(switch="use_sliding_window"), bias=biases(qkv=True),
+        token_ids=TokenIds(),
+    ),
+    "qwen3": _decoder(
+        "Qwen3ForCausalLM", _LLAMA | _QK_NORMS, windows(switch="use_sliding_window"),
+        bias=_ATTENTION_BIASES, fixed={"qk_norm": True}, defaults={"head_dim": 128},
+        token_ids=TokenIds(),
+    ),
+    "gemma2": _decoder(
+        "Gemma2ForCausalLM", _LLAMA | _FOUR_NORMS, windows(2), act=None, fixed=_GEMMA_2,
+        fields=_GEMMA_FIELDS, needed=("window", "query_scalar"), required=_GEMMA_REQUIRED,
+        defaults=_GEMMA_2_DEFAULTS, token_ids=TokenIds(2, 1, 0),
+    ),
+    "gemma3_text": _decoder(
+        "Gemma3ForCausalLM", _LLAMA | _FOUR_NORMS | _QK_NORMS, windows(6),
+        rope=rotary(two_thetas=True), act=None, fixed=_GEMMA_2 | {"qk_norm": True},
+        fields=_GEMMA_FIELDS, needed=("window", "query_scalar"), required=_GEMMA_REQUIRED,
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208,
+            "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}, token_ids=TokenIds(2, 1, 0),
+    ),
+    "mixtral": _decoder(
+        "MixtralForCausalLM", _LLAMA | _MIXTRAL, fields=_LOCAL_EXPERTS | _WINDOW,
+        needed=("num_experts",), required={"router_jitter_noise": (0.0,)},
+        defaults={"rope_theta": 1e6, "router_aux_loss_coef": 0.001}, token_ids=TokenIds(1, 2),
+    ),
+    "qwen2_moe": _decoder(
+        "Qwen2MoeForCausalLM",
+        _LLAMA | _experts("shared_expert", shared_gate="mlp.shared_expert_gate"),
+        _mlp_only_layers(), bias=biases(qkv="qkv_bias"), fixed={"shared_gate": True},
+        fields=_QWEN_EXPERTS | {"shared_width": "shared_expert_intermediate_size"},
+        needed=("num_experts", "shared_width", "expert_width"), required=_NO_WINDOW,
+        defaults=_QWEN_MOE_DEFAULTS | {"qkv_bias": True}, token_ids=TokenIds(),
+    ),
+    "qwen3_moe": _decoder(
+        "Qwen3MoeForCausalLM", _LLAMA | _QK_NORMS | _experts(), _mlp_only_layers(),
+        bias=_ATTENTION_BIASES, fixed={"qk_norm": True}, fields=_QWEN_EXPERTS,
+        needed=("num_experts", "expert_width"), required=_NO_WINDOW, defaults=_QWEN_MOE_DEFAULTS,
+        token_ids=TokenIds(),
+    ),
+    "gpt_oss": _decoder(
+        "GptOssForCausalLM",
+        _LLAMA | {"attention/sinks": "=self_attn.sinks", "mlp/router": "mlp.router"} |
+            {f"mlp/experts/{name}": f"mlp.experts.{name}" for name in ("up", "gate", "down")},
+        windows(2), act=None, bias=biases(qkv=True, out=True, mlp=True),
+        fixed={"activation": "clamped_swiglu", "attention_sinks": True, "expert_bias": True},
+        fields=_LOCAL_EXPERTS, needed=("num_experts", "window"),
+        required={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,),
+            "swiglu_limit": (7.0,)},
+        defaults={"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0,
+            "router_aux_loss_coef": 0.001}, token_ids=TokenIds(), fused=_GPT_OSS_FUSED,
+    ),
+    "deepseek_v3": _decoder(
+        "DeepseekV3ForCausalLM", _LLAMA | _LATENT | _experts() | _FURTHER, *_DEEPSEEK_MEANINGS,
+        further_layer(), rope=rotary(latent=True), fixed={"router": "sigmoid"},
+        fields=_DEEPSEEK_EXPERTS | _LATENT_FIELDS, needed=(*_LATENT_NEEDED, "shared_width"),
+        required={"attention_bias": (False,), "rope_interleave": (True,),
+            "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+        defaults={"norm_topk_prob": True},
+        renamed=lambda config: ({} if config.query_rank is not
+            None else {"attention/query": "self_attn.q_proj"}),
+        unread=(".embed_tokens.weight", ".shared_head.head.weight"), token_ids=TokenIds(0, 1),
+        init_state=gpt.init_state,
+    ),
+    "mistral": _decoder(
+        "MistralForCausalLM", _LLAMA, fields=_WINDOW, defaults={"sliding_window": 4096},
+        token_ids=TokenIds(1, 2),
+    ),
+    "ministral": _decoder("MinistralForCausalLM", _LLAMA, windows(), token_ids=TokenIds(1, 2)),
+    "ministral3": _decoder(
+        "Ministral3ForCausalLM", _LLAMA, rope=rotary(growth="llama_4_scaling_beta"), fields=_WINDOW,
+        token_ids=TokenIds(1, 2),
+    ),
+    "cwm": _decoder("CwmForCausalLM", _LLAMA, windows(4), token_ids=TokenIds(128000)),
+    "phi3": _decoder(
+        "Phi3ForCausalLM", _LLAMA | {"attention/qkv": "self_attn.qkv_proj"},
+        dropout("resid_pdrop", "embd_pdrop"),
+        rope=rotary("partial_rotary_factor", kinds=("default", "longrope")),
+        fields=_NO_HEAD_SIZE | _WINDOW, fused=_GATE_UP, token_ids=TokenIds(1, 32000, 32000),
+    ),
+    "olmo": _decoder(
+        "OlmoForCausalLM", _LLAMA,
+        bias=biases(qkv="attention_bias", out="attention_bias", norm=False),
+        fixed=_OF_LAYER_NORM | {"norm_scale": False}, fields=_NO_HEAD_SIZE | {"norm_epsilon": None},
+        required={"clip_qkv": (None,)}, token_ids=TokenIds(None, 50279, 1),
+    ),
+    "olmo2": _decoder(
+        "Olmo2ForCausalLM", _LLAMA | _QK_NORMS | _POST_NORMS, bias=_ATTENTION_BIASES,
+        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"},
+        fields=_NO_HEAD_SIZE, token_ids=TokenIds(None, 50279, 1),
+    ),
+    "olmo3": _decoder(
+        "Olmo3ForCausalLM", _LLAMA | _QK_NORMS | _POST_NORMS, windows(4),
+        rope=rotary(two_thetas=True), bias=_ATTENTION_BIASES,
+        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"},
+        fields=_NO_HEAD_SIZE, defaults={"sliding_window": 4096}, token_ids=TokenIds(None, 50279, 1),
+    ),
+    "olmoe": _decoder(
+        "OlmoeForCausalLM", _LLAMA | _QK_NORMS | _experts(), bias=_ATTENTION_BIASES,
+        fixed={"qk_norm": True, "qk_norm_scope": "all"},
+        fields=_EXPERTS | _NO_HEAD_SIZE | {"normalized_scores": "norm_topk_prob"},
+        needed=("num_experts",), required={"clip_qkv": (None,)},
+        defaults={"router_aux_loss_coef": 0.01}, token_ids=TokenIds(None, 50279, 1),
+    ),
+    "flex_olmo": _decoder(
+        "FlexOlmoForCausalLM", _LLAMA | _QK_NORMS | _experts() | _POST_NORMS,
+        bias=_ATTENTION_BIASES,
+        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"},
+        fields=_EXPERTS | _NO_HEAD_SIZE | {"normalized_scores": "norm_topk_prob"},
+        needed=("num_experts",), defaults={"router_aux_loss_coef": 0.01},
+        token_ids=TokenIds(None, 100257, 100277),
+    ),
+    "smollm3": _decoder(
+        "SmolLM3ForCausalLM", _LLAMA, unrotated(), windows(switch="use_sliding_window"),
+        rope=rotary(some=True), bias=_ATTENTION_AND_MLP,
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+        token_ids=TokenIds(128000, 128001, 128004),
+    ),
+    "granite": _decoder(
+        "GraniteForCausalLM", _LLAMA, divisor("logit_scale", "logits_scaling"),
+        bias=_ATTENTION_AND_MLP, fields=_MULTIPLIERS | _NO_HEAD_SIZE, needed=("attention_scale",),
+        defaults=_NO_MULTIPLIERS, token_ids=TokenIds(1, 2),
+    ),
+    "granitemoe": _decoder(
+        "GraniteMoeForCausalLM", _LLAMA | _GRANITE_MOE, divisor("logit_scale", "logits_scaling"),
+        bias=_ATTENTION_BIASES, fields=_MULTIPLIERS | _LOCAL_EXPERTS | _NO_HEAD_SIZE,
+        needed=("attention_scale", "num_experts"),
+        defaults=_NO_MULTIPLIERS | {"router_aux_loss_coef": 0.001}, fused=_GRANITE_FUSED,
+        token_ids=TokenIds(1, 2),
+    ),
+    "granitemoeshared": _decoder(
+        "GraniteMoeSharedForCausalLM", _LLAMA | _GRANITE_MOE,
+        divisor("logit_scale", "logits_scaling"), bias=_ATTENTION_BIASES,
+        fields=_MULTIPLIERS | _LOCAL_EXPERTS | _NO_HEAD_SIZE |
+            {"shared_width": "shared_intermediate_size"},
+        needed=("attention_scale", "num_experts", "shared_width"),
+        defaults=_NO_MULTIPLIERS | {"router_aux_loss_coef": 0.001}, fused=_GRANITE_FUSED,
+        token_ids=TokenIds(1, 2),
+    ),
+    "hyperclovax": _decoder(
+        "HyperCLOVAXForCausalLM",
+        _LLAMA | {"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"},
+        divisor("logit_scale", "logits_scaling"), bias=_ATTENTION_AND_MLP,
+        fixed={"post_norm": True}, fields=_MULTIPLIERS, needed=("attention_scale",),
+        required={"use_post_norm": (True,)}, token_ids=TokenIds(),
+    ),
+    "glm": _decoder(
+        "GlmForCausalLM", _LLAMA, rope=rotary("partial_rotary_factor", share=0.5),
+        bias=biases(qkv="attention_bias"), defaults={"head_dim": 128}, fused=_GATE_UP,
+        order=_neighbours, token_ids=TokenIds(None, None, 151329),
+    ),
+    "glm4": _decoder(
+        "Glm4ForCausalLM",
+        _LLAMA | {"attention_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm"}, rope=rotary("partial_rotary_factor", share=0.5),
+        bias=biases(qkv="attention_bias"), fixed={"post_norm": True}, defaults={"head_dim": 128},
+        fused=_GATE_UP, order=_neighbours, token_ids=TokenIds(None, None, 151329),
+    ),
+    "glm4_moe": _decoder(
+        "Glm4MoeForCausalLM", _LLAMA | _QK_NORMS | _experts() | _FURTHER, *_DEEPSEEK_MEANINGS,
+        further_layer(), flag("use_qk_norm", qk_norm=True),
+        rope=rotary("partial_rotary_factor", share=0.5), bias=biases(qkv="attention_bias"),
+        fixed={"router": "sigmoid"}, fields=_DEEPSEEK_EXPERTS,
+        needed=("num_experts", "expert_width", "shared_width"), defaults=_DEEPSEEK_DEFAULTS,
+        unread=(".embed_tokens.weight", ".shared_head.head.weight"), token_ids=TokenIds(),
+        init_state=gpt.init_state,
+    ),
+    "dots1": _decoder(
+        "Dots1ForCausalLM", _LLAMA | _QK_NORMS | _experts(), *_DEEPSEEK_MEANINGS,
+        windows(switch="use_sliding_window"), bias=_ATTENTION_BIASES,
+        fixed={"qk_norm": True, "router": "sigmoid"}, fields=_DEEPSEEK_EXPERTS,
+        needed=("num_experts", "expert_width", "shared_width"), defaults=_DEEPSEEK_DEFAULTS,
+        token_ids=TokenIds(), init_state=gpt.init_state,
+    ),
+    "deepseek_v2": _decoder(
+        "DeepseekV2ForCausalLM", _LLAMA | _LATENT | _experts(), shared_experts("n_shared_experts"),
+        dense_first(), _limited_groups(), rope=rotary(latent=True),
+        fixed={"normalized_scores": False},
+        fields=_DEEPSEEK_EXPERTS | _LATENT_FIELDS | dict.fromkeys(("normalized_scores",
+            "expert_groups", "groups_per_token")), needed=(*_LATENT_NEEDED, "shared_width"),
+        required={"attention_bias": (False,), "scoring_func": ("softmax",),
+            "norm_topk_prob": (False,), "moe_layer_freq": (1,)}, defaults=_DEEPSEEK_DEFAULTS,
+        renamed=lambda config: ({} if config.query_rank is not
+            None else {"attention/query": "self_attn.q_proj"}), token_ids=TokenIds(100000, 100001),
+    ),
+    "minimax_m2": _decoder(
+        "MiniMaxM2ForCausalLM", _LLAMA | _QK_NORMS | _MIXTRAL, chosen_by_bias(),
+        rope=rotary("partial_rotary_factor", size="rotary_dim"),
+        fixed={"qk_norm": True, "qk_norm_scope": "all", "router": "sigmoid"}, fields=_LOCAL_EXPERTS,
+        needed=("num_experts",), required={"router_jitter_noise": (0.0,)},
+        defaults={"router_aux_loss_coef": 0.001, "rope_theta": 5e6}, token_ids=TokenIds(),
+        init_state=gpt.init_state,
+    ),
+    "cohere": _decoder(
+        "CohereForCausalLM", _LLAMA | _QK_NORMS,
+        flag("use_qk_norm", qk_norm=True, qk_norm_scope="each"),
+        bias=biases(qkv="attention_bias", out="attention_bias", norm=False),
+        fixed=_OF_LAYER_NORM | {"residual": "parallel"},
+        fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE | {"logit_scale": "logit_scale"},
+        defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
+        order=_neighbours, token_ids=TokenIds(5, 255001, 0),
+    ),
+    "cohere2": _decoder(
+        "Cohere2ForCausalLM", _LLAMA, windows(4, unrotated=True), rope=rotary(some=True),
+        bias=biases(qkv="attention_bias", out="attention_bias", norm=False),
+        fixed=_OF_LAYER_NORM | {"residual": "parallel"},
+        fields=_LAYER_NORM_EPS | {"logit_scale": "logit_scale"},
+        defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5,
+            "sliding_window": 4096}, order=_neighbours, token_ids=TokenIds(5, 255001, 0),
+    ),
+    "nemotron": _decoder(
+        "NemotronForCausalLM", _LLAMA, rope=rotary("partial_rotary_factor", share=0.5),
+        act=activation(GELU),
+        bias=biases(qkv="attention_bias", out="attention_bias", mlp="mlp_bias", norm=True),
+        fixed=_OF_LAYER_NORM | {"norms_from_zero": True}, fields={"norm_epsilon": "norm_eps"},
+        defaults={"hidden_act": "relu2", "norm_eps": 1e-5}, token_ids=TokenIds(2, 3),
+    ),
+    "exaone4": _decoder(
+        "Exaone4ForCausalLM", _LLAMA | _QK_NORMS | _POST_NORMS, windows(4, unrotated=True),
+        rope=rotary(some=True), fixed={"pre_norm": False, "post_norm": True, "qk_norm": True},
+        token_ids=TokenIds(0, 2),
+    ),
+    "ernie4_5": _decoder(
+        "Ernie4_5ForCausalLM", _LLAMA, bias=biases(qkv="use_bias", out="use_bias", mlp="use_bias"),
+        defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 5e5},
+        order=_neighbours, token_ids=TokenIds(1, 2, 0),
+    ),
+    "ernie4_5_moe": _decoder(
+        "Ernie4_5_MoeForCausalLM", _LLAMA | _experts(), shared_experts("moe_num_shared_experts"),
+        dense_first("moe_layer_start_index", end="moe_layer_end_index"), chosen_by_bias(),
+        fields={"num_experts": "moe_num_experts", "experts_per_token": "moe_k",
+            "expert_width": "moe_intermediate_size", "expert_every": "moe_layer_interval",
+            "balance_loss": "router_aux_loss_coef", "head_size": None},
+        needed=("num_experts", "expert_width"), required={"use_bias": (False,)},
+        defaults={"tie_word_embeddings": True, "rope_theta": 5e5, "moe_layer_interval": 1,
+            "router_aux_loss_coef": 0.001}, order=_neighbours,
+        fused=(Fused(".mlp.moe_statics.e_score_correction_bias",
+            (".mlp.gate.e_score_correction_bias",), row=True,),), token_ids=TokenIds(1, 2, 0),
+        init_state=gpt.init_state,
+    ),
+    "hunyuan_v1_dense": _decoder(
+        "HunYuanDenseV1ForCausalLM",
+        _LLAMA | {"attention/query_norm": "self_attn.query_layernorm",
+            "attention/key_norm": "self_attn.key_layernorm"}, bias=_ATTENTION_BIASES,
+        fixed={"qk_norm": True, "qk_norm_scope": "rotated"}, token_ids=TokenIds(1, 2, 0),
+    ),
+    "hunyuan_v1_moe": _decoder(
+        "HunYuanMoEV1ForCausalLM",
+        _LLAMA | _experts("shared_mlp", router="mlp.gate.wg") |
+            {"attention/query_norm": "self_attn.query_layernorm",
+            "attention/key_norm": "self_attn.key_layernorm"}, _hunyuan_experts(),
+        bias=_ATTENTION_BIASES, fixed={"qk_norm": True, "qk_norm_scope": "rotated"},
+        fields={"num_experts": "num_experts"}, needed=("num_experts", "shared_width"),
+        token_ids=TokenIds(1, 2, 0),
+    ),
+    "seed_oss": _decoder(
+        "SeedOssForCausalLM", _LLAMA, dropout("residual_dropout", default=0.1),
+        bias=biases(qkv="attention_bias", out="attention_out_bias", mlp="mlp_bias"),
+        defaults={"attention_bias": True, "head_dim": 128}, token_ids=TokenIds(),
+    ),
+    "apertus": _decoder(
+        "ApertusForCausalLM",
+        _LLAMA | _QK_NORMS | {"attention_norm": "attention_layernorm",
+            "mlp_norm": "feedforward_layernorm"} |
+            {f"mlp/{name}": f"=mlp.act_fn.alpha_{name[0]}" for name in ("positive", "negative")},
+        act=activation({"xielu": "xielu"}), bias=_ATTENTION_BIASES, fixed={"qk_norm": True},
+        fields=_NO_HEAD_SIZE,
+        constants=tuple((f".mlp.act_fn.{name}", value) for name, value in XIELU.items()),
+        token_ids=TokenIds(1, 2, 3),
+    ),
+    "arcee": _decoder(
+        "ArceeForCausalLM", _LLAMA, act=activation(GELU), bias=_ATTENTION_AND_MLP,
+        defaults={"hidden_act": "relu2"}, token_ids=TokenIds(128000, 128001),
+    ),
+    "jais2": _decoder(
+        "Jais2ForCausalLM", _LLAMA, act=activation(GELU),
+        bias=biases(qkv="attention_bias", out="attention_bias", mlp="mlp_bias", norm=True),
+        fixed=_OF_LAYER_NORM, fields=_LAYER_NORM_EPS,
+        defaults={"attention_bias": True, "mlp_bias": True, "hidden_act": "relu2"},
+        token_ids=TokenIds(),
+    ),
+    "starcoder2": _decoder(
+        "Starcoder2ForCausalLM", _LLAMA | {"mlp/up": "mlp.c_fc", "mlp/down": "mlp.c_proj"},
+        dropout("residual_dropout", "embedding_dropout"), act=activation(GELU),
+        bias=biases(qkv="use_bias", out="use_bias", mlp="use_bias", norm=True),
+        fixed=_OF_LAYER_NORM, fields=_NO_HEAD_SIZE | _WINDOW | {"norm_epsilon": "norm_epsilon"},
+        defaults={"tie_word_embeddings": True, "use_bias": True, "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh"}, token_ids=TokenIds(50256, 50256),
+    ),
+    "gpt_neox": _decoder(
+        "GPTNeoXForCausalLM", _NEOX, dropout("hidden_dropout"),
+        flag("use_parallel_residual", default=True, residual="parallel_norms"),
+        rope=rotary("rotary_pct", share=0.25, theta="rotary_emb_base"), act=activation(GELU),
+        bias=biases(qkv="attention_bias", out="attention_bias", mlp=True, norm=True),
+        fixed=_OF_LAYER_NORM, fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE | {"num_kv_heads": None},
+        defaults={"attention_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5},
+        layer="gpt_neox.layers.{}",
+        ends={"embed/table": "gpt_neox.embed_in", "head/norm": "gpt_neox.final_layer_norm",
+            "head/table": "embed_out"}, order=_groups,
+        unread=("embed_out.weight", ".attention.bias", ".attention.masked_bias"),
+        token_ids=TokenIds(0, 2),
+    ),
+    "gptj": _decoder(
+        "GPTJForCausalLM",
+        _GPT | {"attention/qkv": tuple(f"attn.{name}_proj" for name in "qkv")} |
+            {"attention/out": "attn.out_proj", "mlp/up": "mlp.fc_in", "mlp/down": "mlp.fc_out"},
+        dropout("resid_pdrop", "embd_pdrop"), rope=rotary(kinds=("default",)),
+        act=activation(GELU, "activation_function"), bias=biases(mlp=True, norm=True),
+        fixed=_OF_LAYER_NORM | {"residual": "parallel", "head_bias": True},
+        fields=_GPT_NAMES | {"rotary_size": "rotary_dim"}, defaults={"layer_norm_epsilon": 1e-5},
+        layer="transformer.h.{}", ends=_GPT_ENDS, order=_neighbours,
+        unread=(".attn.bias", ".attn.masked_bias"), token_ids=TokenIds(50256, 50256),
+    ),
+    "gpt_bigcode": _decoder(
+        "GPTBigCodeForCausalLM", _GPT, dropout("resid_pdrop", "embd_pdrop", default=0.1),
+        flag("multi_query", default=True, num_kv_heads=1), rope=None,
+        act=activation(GELU, "activation_function"), bias=_ALL_BIASES,
+        fixed=_OF_LAYER_NORM | {"positions": "learned"}, fields=_GPT_NAMES,
+        required={"scale_attn_weights": (True,), "add_cross_attention": (False,)},
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        layer="transformer.h.{}", ends=_GPT_ENDS, order=_groups, unread=(".attn.bias",),
+        token_ids=TokenIds(50256, 50256),
+    ),
+    "gpt_neo": _decoder(
+        "GPTNeoForCausalLM",
+        _GPT | {"attention/qkv": tuple(f"attn.attention.{name}_proj" for name in "qkv")} |
+            {"attention/out": "attn.attention.out_proj"}, dropout("resid_dropout", "embed_dropout"),
+        windows(field="window_size", types="attention_layers", names=("global", "local")),
+        rope=None, act=activation(GELU, "activation_function"),
+        bias=biases(out=True, mlp=True, norm=True),
+        fixed=_OF_LAYER_NORM | {"positions": "learned", "attention_scale": 1.0},
+        fields=_GPT_NAMES | {"sequence_length": "max_position_embeddings",
+            "num_layers": "num_layers", "width": "hidden_size", "num_heads": "num_heads",
+            "mlp_width": "intermediate_size"},
+        defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+        layer="transformer.h.{}", ends=_GPT_ENDS,
+        unread=(".attn.attention.bias", ".attn.attention.masked_bias"),
+        token_ids=TokenIds(50256, 50256),
+    ),
+    "falcon": _decoder(
+        "FalconForCausalLM",
+        {name: theirs.replace("attention.", "self_attention.") if isinstance(theirs,
+            str) else theirs for name, theirs in _NEOX.items()}, dropout("hidden_dropout"),
+        _falcon(), act=activation(GELU, "activation"),
+        bias=biases(qkv="bias", out="bias", mlp="bias", norm=True), fixed=_OF_LAYER_NORM,
+        fields=_NO_HEAD_SIZE | {"num_kv_heads": None, "mlp_width": "ffn_hidden_size",
+            "norm_epsilon": "layer_norm_epsilon"}, required={"alibi": (False,)},
+        defaults={"activation": "gelu", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2048}, layer="transformer.h.{}",
+        ends=_GPT_ENDS | {"embed/table": "transformer.word_embeddings"}, renamed=_falcon_norms,
+        order=_groups, token_ids=TokenIds(11, 11),
+    ),
+    "stablelm": _decoder(
+        "StableLmForCausalLM",
+        _LLAMA | {"attention/query_norm": "self_attn.q_layernorm.norms.{}"} |
+            {"attention/key_norm": "self_attn.k_layernorm.norms.{}"}, dropout("hidden_dropout"),
+        flag("use_parallel_residual", residual="parallel"),
+        flag("qk_layernorm", qk_norm=True, qk_norm_scope="each"),
+        rope=rotary("partial_rotary_factor", share=0.25),
+        bias=biases(qkv="use_qkv_bias", norm=True), fixed=_OF_LAYER_NORM,
+        fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE, defaults={"layer_norm_eps": 1e-5},
+        token_ids=TokenIds(0, 0),
+    ),
+    "phi": _decoder(
+        "PhiForCausalLM",
+        _LLAMA | {"attention/query_norm": "self_attn.q_layernorm",
+            "attention/key_norm": "self_attn.k_layernorm", "attention/out": "self_attn.dense",
+            "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2"}, dropout("resid_pdrop", "embd_pdrop"),
+        flag("qk_layernorm", qk_norm=True), rope=rotary("partial_rotary_factor", share=0.5),
+        act=activation(GELU), bias=_ALL_BIASES,
+        fixed=_OF_LAYER_NORM | {"residual": "parallel", "head_bias": True},
+        fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE, defaults={"layer_norm_eps": 1e-5},
+        ends={"head/norm": "model.final_layernorm"}, token_ids=TokenIds(1, 2),
+    ),
+    "persimmon": _decoder(
+        "PersimmonForCausalLM",
+        {name: theirs.replace("attention.", "self_attn.") if isinstance(theirs,
+            str) else theirs for name, theirs in _NEOX.items()} |
+            {"attention/query_norm": "self_attn.q_layernorm"} |
+            {"attention/key_norm": "self_attn.k_layernorm"}, dropout("hidden_dropout"),
+        flag("qk_layernorm", default=True, qk_norm=True),
+        rope=rotary("partial_rotary_factor", share=0.5), act=activation(GELU), bias=_ALL_BIASES,
+        fixed=_OF_LAYER_NORM, fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE | {"num_kv_heads": None},
+        defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5},
+        ends={"head/norm": "model.final_layernorm"}, order=_groups, token_ids=TokenIds(1, 2),
+    ),
+    "opt": _decoder(
+        "OPTForCausalLM",
+        _LLAMA | {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm",
+            "attention/out": "self_attn.out_proj", "mlp/up": "fc1", "mlp/down": "fc2"},
+        dropout("dropout", default=0.1), rope=None, act=activation(GELU, "activation_function"),
+        bias=biases(qkv="enable_bias", out="enable_bias", mlp="enable_bias", norm=True),
+        fixed=_OF_LAYER_NORM | {"positions": "learned", "first_position": 2},
+        fields={"mlp_width": "ffn_dim", "num_kv_heads": None, "norm_epsilon": None} | _NO_HEAD_SIZE,
+        required={"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False,),
+            "layer_norm_elementwise_affine": (True,)},
+        defaults={"tie_word_embeddings": True, "enable_bias": True, "activation_function": "relu"},
+        layer="model.decoder.layers.{}",
+        ends={"embed/table": "model.decoder.embed_tokens",
+            "embed/positions": "model.decoder.embed_positions",
+            "head/norm": "model.decoder.final_layer_norm"}, token_ids=TokenIds(2, 2, 1),
+    ),
+    "gemma": _decoder(
+        "GemmaForCausalLM", _LLAMA, fixed=_GEMMA,
+        required={"attention_bias": (False,), "use_bidirectional_attention": (False, None)},
+        defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+        token_ids=TokenIds(2, 1, 0),
+    ),
+    "vaultgemma": _decoder(
+        "VaultGemmaForCausalLM", _LLAMA | {"mlp_norm": "pre_feedforward_layernorm"}, windows(2),
+        act=None, fixed=_GEMMA | {"activation": "geglu"}, fields=_GEMMA_FIELDS,
+        needed=("window", "query_scalar"), required=_GEMMA_REQUIRED, defaults=_GEMMA_2_DEFAULTS,
+        token_ids=TokenIds(2, 1, 0),
+    ),
+    "helium": _decoder(
+        "HeliumForCausalLM", _LLAMA, bias=biases(qkv="attention_bias", mlp="mlp_bias"),
+        defaults={"head_dim": 128}, order=_neighbours, token_ids=TokenIds(1, 2, 3),
+    ),
+}
+# fmt: on
+"""Decoders by their ``model_type``. Of several that a config fits, the first is written."""
 
 
-def _read_bert(fields: Fields, names: set[str]) -> BERTConfig:
+# BERT and ResNets.
+
+
+def _read_bert(fields: Fields) -> BERTConfig:
     fields.require(
         hidden_act=("gelu",),
         is_decoder=(False,),
@@ -102,7 +819,7 @@ def _read_bert(fields: Fields, names: set[str]) -> BERTConfig:
         mlp_width=fields.size("intermediate_size"),
         num_segments=fields.size("type_vocab_size"),
         # The config does not say which heads the weights have.
-        next_sentence="cls.seq_relationship.weight" in names,
+        next_sentence="cls.seq_relationship.weight" in fields.tensors,
         dropout=fields.number("hidden_dropout_prob"),
         norm_epsilon=fields.number("layer_norm_eps"),
     )
@@ -126,7 +843,7 @@ def _write_bert(config: BERTConfig) -> dict[str, Any]:
     }
 
 
-def _bert_modules(config) -> dict[str, str | tuple[str, ...]]:
+def _bert_modules(config) -> Modules:
     layer, head = "bert.encoder.layer.{}.", "cls.predictions"
     return {
         "embed/table": "bert.embeddings.word_embeddings",
@@ -149,7 +866,7 @@ def _bert_modules(config) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-def _read_resnet(fields: Fields, names: set[str]) -> ResNetConfig:
+def _read_resnet(fields: Fields) -> ResNetConfig:
     fields.require(layer_type=("bottleneck", "basic"))
     bottleneck = fields.get("layer_type", "bottleneck") == "bottleneck"
     depths = {
@@ -190,9 +907,9 @@ def _write_resnet(config: ResNetConfig) -> dict[str, Any]:
     }
 
 
-def _resnet_modules(config) -> dict[str, str | tuple[str, ...]]:
+def _resnet_modules(config) -> Modules:
     parts = {"conv": "convolution", "norm": "normalization"}
-    names: dict[str, str | tuple[str, ...]] = {"head": "classifier.1"}
+    names: Modules = {"head": "classifier.1"}
     for part, theirs in parts.items():
         names[f"layers/0/conv/{part}"] = f"resnet.embedder.embedder.{theirs}"
     blocks = [(g, b) for g, count in enumerate(config.blocks) for b in range(count)]
@@ -206,21 +923,8 @@ def _resnet_modules(config) -> dict[str, str | tuple[str, ...]]:
 
 
 FAMILIES = {
-    "gpt2": Family(
-        kind=GPTConfig,
-        misfits=_gpt2_misfits,
-        read=_read_gpt2,
-        write=_write_gpt2,
-        modules=_gpt2_modules,
-        init=gpt.init,
-        prefix="transformer.",
-        kernels_as_ours=True,
-        unread=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
-        token_ids=TokenIds(50256, 50256),
-    ),
     **DECODERS,
-    "deepseek_v3": DEEPSEEK,
-    "kimi_k2": DEEPSEEK,  # Kimi K2 has DeepSeek-V3's architecture, as which it is written
+    "kimi_k2": DECODERS["deepseek_v3"],  # has that architecture, as which it is written
     "bert": Family(
         kind=BERTConfig,
         misfits=lambda config: [],
@@ -244,3 +948,5 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """The families by their ``model_type``."""
+MULTIMODAL = ("gemma3", "mistral3")
+"""Models of several kinds of input, whose ``text_config`` is that of one of these decoders."""

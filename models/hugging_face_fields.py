@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +31,13 @@ class Fields:
     Args:
       file: the file from which they were read, for messages.
       values: values by name.
+      tensors: names of the model's tensors, which say what a config does not.
     """
 
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self._file, self._values = file, values
+    def __init__(
+        self, file: Path, values: Mapping[str, Any], tensors: Collection[str] = ()
+    ) -> None:
+        self._file, self._values, self.tensors = file, values, tensors
 
     def get(self, name: str, default: Any = _MISSING) -> Any:
         """Returns the value as it is; raises ValueError if it is missing and has no default."""
@@ -47,16 +50,16 @@ class Fields:
         """Returns an object among the values; an empty one if it is missing or null."""
         value = self.get(name, None)
         if value is not None and not isinstance(value, dict):
-            raise self._wrong(name, value, "an object")
-        return Fields(self._file, value or {})
+            raise self.wrong(name, value, "an object")
+        return Fields(self._file, value or {}, self.tensors)
 
     def extended(self, **values: Any) -> Fields:
         """Adds further fields, which lie deeper in the file."""
-        return Fields(self._file, {**self._values, **values})
+        return Fields(self._file, {**self._values, **values}, self.tensors)
 
     def completed(self, **values: Any) -> Fields:
         """Adds values for fields that are missing."""
-        return Fields(self._file, {**values, **self._values})
+        return Fields(self._file, {**values, **self._values}, self.tensors)
 
     @property
     def count(self) -> int:
@@ -71,6 +74,27 @@ class Fields:
         """Reads a size that must be there."""
         return self._whole(name, self.get(name), most=_LARGEST)
 
+    def count_or_none(self, name: str) -> int | None:
+        """Reads a number of things; None if it is 0, missing or null."""
+        return None if self.get(name, None) in (0, None) else self.size(name)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Reads a list of finite numbers."""
+        values = self.get(name)
+        if not isinstance(values, list):
+            raise self.wrong(name, values, "a list of numbers")
+        one = Fields(self._file, {f"{name}[{n}]": value for n, value in enumerate(values)})
+        return tuple(one.number(name) for name in one._values)
+
+    def choices(self, name: str, allowed: Collection[Any], length: int) -> list[Any]:
+        """Reads a list of so many values, each one of some."""
+        values = self.get(name)
+        is_list = isinstance(values, list) and len(values) == length
+        if not is_list or not all(value in allowed for value in values):
+            rule = f"a list of {length}, each {' or '.join(map(repr, allowed))}"
+            raise self.wrong(name, values, rule)
+        return list(values)
+
     def size_or_none(self, name: str) -> int | None:
         """Reads a size that may be missing or null."""
         return None if self.get(name, None) is None else self.size(name)
@@ -79,16 +103,16 @@ class Fields:
         """Reads a finite number, whole or not."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name, value, "a number")
+            raise self.wrong(name, value, "a number")
         if not abs(value) <= sys.float_info.max:
-            raise self._wrong(name, value, "a finite number")
+            raise self.wrong(name, value, "a finite number")
         return value
 
     def flag(self, name: str) -> bool:
         """Reads true or false; false if the field is missing."""
         value = self.get(name, False)
         if not isinstance(value, bool):
-            raise self._wrong(name, value, "true or false")
+            raise self.wrong(name, value, "true or false")
         return value
 
     def require(self, **allowed: tuple[Any, ...]) -> None:
@@ -114,15 +138,16 @@ class Fields:
         for name, ids in ids_of.items():
             numbers = ids if isinstance(ids, list) else [] if ids is None else [ids]
             if not all(type(number) is int for number in numbers):
-                raise self._wrong(name, ids, "a whole number, a list of them, or null")
+                raise self.wrong(name, ids, "a whole number, a list of them, or null")
         return TokenIds(*(_within(ids, vocab_size) for ids in ids_of.values()))
 
     def _whole(self, name: str, value: Any, *, most: int) -> int:
         if type(value) is not int or not 1 <= value <= most:
-            raise self._wrong(name, value, f"a whole number from 1 to {most}")
+            raise self.wrong(name, value, f"a whole number from 1 to {most}")
         return value
 
-    def _wrong(self, name: str, value: Any, rule: str) -> ValueError:
+    def wrong(self, name: str, value: Any, rule: str) -> ValueError:
+        """Makes the error that a field has a wrong value."""
         return ValueError(f"{self._file} has {name}={shown(value)}; it must be {rule}.")
 
 

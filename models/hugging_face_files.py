@@ -70,20 +70,67 @@ class Tensor(NamedTuple):
         return values
 
 
-Joined = tuple[tuple[str, tuple[str, ...]], ...]
-"""Endings of tensors, each with those of the parts that it holds."""
+class Fused(NamedTuple):
+    """A tensor of a file that holds several of the library's modules, or one in another form.
+
+    Args:
+      ending: ending of its name.
+      names: endings of the names that its parts are given.
+      axis: dimension of the file's tensor along which the parts lie.
+      alternate: whether they take turns there; else they follow one another.
+      turn: the file's dimensions in the order of a part's: [out, in, experts], as a convolution's.
+      row: whether a first dimension of 1 is left out.
+    """
+
+    ending: str
+    names: tuple[str, ...]
+    axis: int = 0
+    alternate: bool = False
+    turn: tuple[int, ...] | None = None
+    row: bool = False
+
+    def taken(self, values: np.ndarray, number: int) -> np.ndarray:
+        """Takes a part."""
+        if self.row:
+            values = values[0]
+        count, length = len(self.names), values.shape[self.axis]
+        if self.alternate:
+            chosen = slice(number, None, count)
+        else:
+            chosen = slice(number * length // count, (number + 1) * length // count)
+        before = self.axis % values.ndim
+        values = values[(slice(None),) * before + (chosen,)]
+        return (
+            values.transpose(self.turn) if self.turn and len(self.turn) == values.ndim else values
+        )
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Undoes `taken`, for all parts."""
+        if self.turn and len(self.turn) == parts[0].ndim:
+            parts = [part.transpose(np.argsort(self.turn)) for part in parts]
+        axis = self.axis % parts[0].ndim
+        if self.alternate:
+            shape = list(parts[0].shape)
+            shape[axis] *= len(parts)
+            values = np.stack(parts, axis=axis + 1).reshape(shape)
+        else:
+            values = np.concatenate(parts, axis=axis)
+        return np.ascontiguousarray(values[None] if self.row else values)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of these, and can have so many parts."""
+        dims = tensor.shape[1:] if self.row else tensor.shape
+        enough = dims and self.axis < len(dims) and dims[self.axis] >= len(self.names)
+        return tensor.name.endswith(self.ending) and bool(enough)
 
 
 class Part(NamedTuple):
-    """Every ``step``-th column of a tensor from ``first`` on, under a name of its own.
-
-    Matrices of experts, [experts, in, out], are read as [out, in, experts], like a convolution's.
-    """
+    """A part of a tensor, under a name of its own."""
 
     tensor: Tensor
     name: str
-    first: int
-    step: int
+    fused: Fused
+    number: int
 
     @property
     def stored(self) -> Tensor:
@@ -92,8 +139,11 @@ class Part(NamedTuple):
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that the file's tensor has where this part has the given shape."""
-        *dims, columns = shape[::-1] if len(shape) == 3 else shape
-        return *dims, columns * self.step
+        fused, dims = self.fused, list(shape)
+        if fused.turn and len(fused.turn) == len(dims):
+            dims = [shape[place] for place in np.argsort(fused.turn)]
+        dims[fused.axis] *= len(fused.names)
+        return (1, *dims) if fused.row else tuple(dims)
 
     @property
     def file(self) -> Path:
@@ -105,48 +155,40 @@ class Part(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *dims, columns = self.tensor.shape
-        shape = *dims, len(range(self.first, columns, self.step))
-        return shape[::-1] if len(shape) == 3 else shape
+        # A broadcast number has a shape, and takes no memory.
+        whole = np.broadcast_to(np.float32(0), self.tensor.shape)
+        return self.fused.taken(whole, self.number).shape
 
     def read(self) -> np.ndarray:
         """Reads the numbers."""
-        return _turned(self.tensor.read()[..., self.first :: self.step])
+        return self.fused.taken(self.tensor.read(), self.number)
 
 
-def _turned(values: np.ndarray) -> np.ndarray:
-    return values.T if values.ndim == 3 else values
-
-
-def apart(tensor: Tensor, joined: Joined) -> list[Tensor | Part]:
-    """Lists the parts of a tensor, by the endings of its name and of theirs; itself if none fits.
-
-    A tensor without dimensions, or with less columns than parts, is damaged, and stays whole.
-    """
-    for ending, names in joined:
-        if tensor.name.endswith(ending) and tensor.shape and tensor.shape[-1] >= len(names):
-            stem = tensor.name.removesuffix(ending)
-            return [Part(tensor, stem + name, n, len(names)) for n, name in enumerate(names)]
+def apart(tensor: Tensor, fused: Sequence[Fused]) -> list[Tensor | Part]:
+    """Lists the parts of a tensor; itself if it has none, or is too damaged to have any."""
+    for form in fused:
+        if form.fits(tensor):
+            stem = tensor.name.removesuffix(form.ending)
+            return [Part(tensor, stem + name, form, n) for n, name in enumerate(form.names)]
     return [tensor]
 
 
-def stored_name(name: str, joined: Joined) -> str:
+def stored_name(name: str, fused: Sequence[Fused]) -> str:
     """Returns the name of the tensor that holds a part."""
-    for ending, names in joined:
-        for part in names:
+    for form in fused:
+        for part in form.names:
             if name.endswith(part):
-                return name.removesuffix(part) + ending
+                return name.removesuffix(part) + form.ending
     return name
 
 
-def together(tensors: dict[str, np.ndarray], joined: Joined) -> dict[str, np.ndarray]:
+def together(tensors: dict[str, np.ndarray], fused: Sequence[Fused]) -> dict[str, np.ndarray]:
     """Undoes `apart`."""
     tensors = dict(tensors)
-    for ending, names in joined:
-        for stem in [n.removesuffix(names[0]) for n in tensors if n.endswith(names[0])]:
-            parts = [_turned(tensors.pop(stem + name)) for name in names]
-            values = np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
-            tensors[stem + ending] = np.ascontiguousarray(values)
+    for form in fused:
+        first = form.names[0]
+        for stem in [name.removesuffix(first) for name in tensors if name.endswith(first)]:
+            tensors[stem + form.ending] = form.joined([tensors.pop(stem + n) for n in form.names])
     return tensors
 
 

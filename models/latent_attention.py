@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import rotary
-from models.attention import MaxLogits, add_scores, attend, configured
+from models.attention import MaxLogits, add_scores, attend, configured, whole_length
 from models.blocks import INIT_STDDEV, Linear, rms_norm
-from models.gpt_config import GPTConfig
+from models.gpt_config import GPTConfig, LayerKind
 from models.sharing import Sharing
 
 _EPSILON = 1e-6
@@ -32,8 +32,8 @@ _EPSILON = 1e-6
 class LatentAttention(nnx.Module):
     """Causal self-attention whose keys, values and queries come from small vectors."""
 
-    def __init__(self, config: GPTConfig, *, is_local: bool, sharing: Sharing, rngs: nnx.Rngs):
-        self.config, self.is_local, self.sharing = config, is_local, sharing
+    def __init__(self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing, rngs: nnx.Rngs):
+        self.config, self.is_local, self.sharing = config, kind.is_local, sharing
         rank, rotated, values = config.kv_rank, config.rotary_size, config.value_size
         assert rank is not None
         assert rotated is not None
@@ -73,10 +73,11 @@ class LatentAttention(nnx.Module):
         k_BSNH, v_BSNV = jnp.split(keys_values, (config.head_width,), axis=-1)
         q_BSNH, q_rotary_BSNR = jnp.split(q_BSNH, (config.head_width,), axis=-1)
 
-        turns_R = rotary.frequencies(config, is_local=self.is_local)
+        whole = whole_length(context, length, cache)
+        turns_R = rotary.frequencies(config, is_local=self.is_local, length=whole)
         positions_S = start + context.own(jnp.arange(length * context.size), 0)
         q_rotary_BSNR, k_rotary_BS1R = (
-            rotary.rotate(_halves(w), turns_R, positions_S)
+            rotary.rotate(_halves(w), turns_R, positions_S, config.rope_magnitude)
             for w in (q_rotary_BSNR, k_rotary_BSR[:, :, None])
         )
         k_rotary_BSNR = jnp.broadcast_to(k_rotary_BS1R, q_rotary_BSNR.shape)

@@ -97,6 +97,17 @@ class Tensor:
             x_BTC = lax.all_gather(x_BTC, self.axis, axis=2, tiled=True, axis_index_groups=groups)
         return x_BTC.reshape(*x_BTC.shape[:2], -1, width)
 
+    def mean(self, x: jax.Array) -> jax.Array:
+        """Averages over the devices, each of which has as many heads."""
+        return x if self.axis is None else lax.pmean(x, self.axis)
+
+    def own_heads(self, x_NH: jax.Array, count: int) -> jax.Array:
+        """Takes the rows of this device's heads, of those that `heads` gives it."""
+        if self.axis is None:
+            return x_NH
+        first = lax.axis_index(self.axis) * len(x_NH) // self.size
+        return lax.dynamic_slice_in_dim(x_NH, first, count, 0)
+
     def own(self, x: jax.Array, dim: int) -> jax.Array:
         """Takes this device's part of an array that all devices have whole: the sequence."""
         if self.axis is None:

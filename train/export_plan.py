@@ -317,7 +317,7 @@ def _shape_failures(shape: GPTConfig, system: System) -> Iterator[Failure]:
     """Yields options of the model that are not written and not at their default."""
     for field in dataclasses.fields(shape):
         value = getattr(shape, field.name)
-        valid = _EXPRESSED[system].get(field.name, (field.default,))
+        valid = _EXPRESSED[system].get(field.name, (field.default,)) if field.compare else None
         if valid is not None and value not in valid:
             near = ", ".join(map(str, valid))
             message = f"model.{field.name}={value} is not expressed in {system}. Valid: {near}."

@@ -187,7 +187,7 @@ def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterato
         )
         return
     own = config.model.model_dump()
-    free = {*tasks.find(name).free, "dtype"}
+    free = {*tasks.find(name).free, "dtype", "model_type"}
     if own.get("positions") == "rotary":  # no weight depends on it
         free.add("sequence_length")
     for field, value in model.items():

@@ -38,8 +38,8 @@ _PLAIN = dataclasses.replace(
 )
 _GEMMA2 = dataclasses.replace(
     _PLAIN, num_layers=4, head_size=12, activation="geglu", post_norm=True, scaled_embedding=True,
-    tied=True, query_scalar=20, attention_soft_cap=0.5, logit_soft_cap=6.0, window=5,
-    global_every=2,
+    norms_from_zero=True, tied=True, query_scalar=20, attention_soft_cap=0.5, logit_soft_cap=6.0,
+    window=5, global_every=2,
 )  # fmt: skip
 DECODERS = {
     "llama": _LLAMA3,
@@ -77,6 +77,133 @@ DECODERS = {
     ),
 }  # fmt: skip
 """Models of decoder families, by ``model_type``."""
+_LAYER = dataclasses.replace(_PLAIN, norm="layer", bias=True, activation="exact_gelu")
+FURTHER = {
+    "mistral": dataclasses.replace(_PLAIN, window=6),
+    "phi3": dataclasses.replace(
+        _PLAIN, rotary_size=6, rope_magnitude=1.5, rope_original_length=12,
+        rope_short_factors=(1.0, 1.5, 2.0), rope_long_factors=(2.0, 3.0, 5.0),
+    ),
+    "olmo": dataclasses.replace(
+        _PLAIN, norm="layer", norm_scale=False, norm_epsilon=1e-5, qkv_bias=True, out_bias=True
+    ),
+    "olmo3": dataclasses.replace(
+        _PLAIN, pre_norm=False, post_norm=True, qk_norm=True, qk_norm_scope="all", num_layers=3,
+        window=5, global_layers=(1, 3), local_rope_theta=500.0,
+    ),
+    "smollm3": dataclasses.replace(
+        _PLAIN, unrotated_layers=(2,), rope_ramp="dynamic", rope_factor=4.0
+    ),
+    "granitemoe": dataclasses.replace(
+        _PLAIN, num_experts=4, attention_scale=0.25, embedding_scale=3.0, residual_scale=0.5,
+        logit_scale=0.125,
+    ),
+    "glm4_moe": dataclasses.replace(
+        _PLAIN, rotary_size=4, num_experts=4, expert_width=8, shared_width=16, router="sigmoid",
+        bias_speed=0.001, dense_layers=1, mtp_loss=0.1,
+    ),
+    "cohere": dataclasses.replace(
+        _PLAIN, norm="layer", residual="parallel", qk_norm=True, qk_norm_scope="each",
+        logit_scale=0.25,
+    ),
+    "nemotron": dataclasses.replace(
+        _PLAIN, norm="layer", norm_bias=True, norms_from_zero=True, activation="relu2",
+        rotary_size=4,
+    ),
+    "ernie4_5_moe": dataclasses.replace(
+        _PLAIN, num_layers=4, num_experts=4, expert_width=8, bias_speed=0.001, expert_every=2
+    ),
+    "hunyuan_v1_dense": dataclasses.replace(_PLAIN, qk_norm=True, qk_norm_scope="rotated"),
+    "apertus": dataclasses.replace(_PLAIN, qk_norm=True, activation="xielu"),
+    "gpt_neox": dataclasses.replace(
+        _LAYER, num_kv_heads=None, rotary_size=2, residual="parallel_norms"
+    ),
+    "falcon": dataclasses.replace(
+        _LAYER, bias=False, norm_bias=True, residual="parallel_norms"
+    ),
+    "stablelm": dataclasses.replace(
+        _PLAIN, norm="layer", norm_bias=True, qk_norm=True, qk_norm_scope="each", rotary_size=2
+    ),
+    "phi": dataclasses.replace(_LAYER, residual="parallel", head_bias=True, rotary_size=4),
+    "opt": dataclasses.replace(
+        _LAYER, num_kv_heads=None, positions="learned", first_position=2, activation="relu",
+        norm_epsilon=1e-5, rope_theta=10_000.0,
+    ),
+}  # fmt: skip
+"""Models of further families, which have every option of a GPT at least once."""
+_MOE = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2}
+_MOE |= {"moe_intermediate_size": 20}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN |= {"rope_theta": 1e4}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [2.0, 3.0, 4.0]}
+_LONG |= {"original_max_position_embeddings": 12, "partial_rotary_factor": 0.75, "rope_theta": 1e4}
+_MIXED = ["full_attention", "sliding_attention", "full_attention"]
+_TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
+_LLAMA = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+_LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 24}
+_THEIRS = {
+    "mistral": {"sliding_window": 6, "head_dim": 12},
+    "ministral": {"sliding_window": 6, "head_dim": 8, "layer_types": _MIXED},
+    "ministral3": {"head_dim": 12, "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.3}
+                   | {"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "phi3": {"sliding_window": 6, "rope_parameters": _LONG, "tie_word_embeddings": True},
+    "olmo": {"attention_bias": True},
+    "olmo2": {"num_key_value_heads": 4},
+    "olmo3": {"sliding_window": 5, "layer_types": _MIXED, "rope_parameters": {
+        "full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "olmoe": _MOE | {"norm_topk_prob": True},
+    "flex_olmo": _MOE,
+    "smollm3": {"no_rope_layers": [1, 0, 1], "rope_parameters": _YARN | {"attention_factor": 0.9}},
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "mlp_bias": True,
+                "residual_multiplier": 0.3, "logits_scaling": 7.0, "tie_word_embeddings": True},
+    "granitemoe": _MOE | {"attention_bias": True},
+    "granitemoeshared": _MOE | {"shared_intermediate_size": 24, "logits_scaling": 3.0},
+    "glm": {"head_dim": 16, "attention_bias": True},
+    "glm4": {"head_dim": 16, "num_key_value_heads": 1},
+    "glm4_moe": _MOE | {"head_dim": 16, "use_qk_norm": True, "n_group": 2, "topk_group": 1,
+                        "first_k_dense_replace": 1, "n_shared_experts": 2},
+    "dots1": _MOE | {"n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    "deepseek_v2": _MOE | {"num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": None,
+                           "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8,
+                           "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy",
+                           "n_shared_experts": 1, "routed_scaling_factor": 1.5},
+    "minimax_m2": _MOE | {"head_dim": 16, "rotary_dim": 8},
+    "cohere": {"use_qk_norm": True, "attention_bias": True, "logit_scale": 0.25},
+    "cohere2": {"sliding_window": 5, "layer_types": _MIXED, "head_dim": 12},
+    "nemotron": {"attention_bias": True, "tie_word_embeddings": True},
+    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2, "rope_parameters": _YARN},
+    "ernie4_5": {"use_bias": True, "head_dim": 12},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20,
+                     "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    "hunyuan_v1_dense": {"head_dim": 12, "rope_parameters": {
+        "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4}},
+    "seed_oss": {"head_dim": 12, "attention_out_bias": True, "residual_dropout": 0.0},
+    "apertus": {"attention_bias": True},
+    "arcee": {"mlp_bias": True},
+    "starcoder2": {"sliding_window": 6, "use_bias": False},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gptj": _GPT | {"rotary_dim": 4},
+    "gpt_bigcode": _GPT | {"multi_query": True},
+    "gpt_neo": {"num_layers": 4, "num_heads": 4, "window_size": 5,
+                "attention_types": [[["global", "local"], 2]]},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "phi": {"qk_layernorm": True, "tie_word_embeddings": True},
+    "persimmon": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gemma": {"head_dim": 12},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "helium": {"head_dim": 8, "mlp_bias": True},
+    "llama": {"attention_bias": True, "rope_parameters": _YARN | {"rope_type": "dynamic"}},
+}  # fmt: skip
+THEIRS = {
+    name: _TOKENS | (fields if "n_embd" in fields else _LLAMA | fields)
+    for name, fields in _THEIRS.items()
+}
+"""Fields of models that the library makes, by ``model_type``."""
 KIMI = dataclasses.replace(
     DECODERS["deepseek_v3"], expert_groups=1, groups_per_token=1, score_factor=2.827
 )

@@ -82,7 +82,7 @@ def test_every_field_of_a_config_is_checked(tmp_path, family):
     [
         ("gpt2", "n_layer", 1.5, "has n_layer=1.5; it must be a whole number from 1 to 10000."),
         ("llama", "hidden_act", "gelu", "hidden_act='gelu'; it can only be read with 'silu'"),
-        ("qwen3", "rope_parameters", {"rope_type": "longrope"}, "rope_type='longrope'"),
+        ("qwen3", "rope_parameters", {"rope_type": "xpos"}, "rope_type='xpos'"),
         ("gpt_oss", "swiglu_limit", 5.0, "swiglu_limit=5.0; it can only be read with 7.0."),
         ("gpt_oss", "rope_scaling", YARN | {"mscale": 0.5}, "mscale=0.5; it can only be read"),
         ("deepseek_v3", "rope_scaling", YARN | {"mscale_all_dim": 0.5}, "mscale=0.7; it can only"),

@@ -197,21 +197,14 @@ def test_snapshots_of_the_hubs_cache_link_to_its_blobs(tmp_path):
 # Rounding.
 
 
-def test_round_trips_of_gemmas_norm_scales_lose_a_rounding_at_most(tmp_path):
+def test_gemmas_norm_scales_are_kept_as_they_are(tmp_path):
+    """As their difference from 1, of which a sum with 1 would lose bits."""
     gemma = DECODERS["gemma2"]
     hugging_face.save(tmp_path, gemma, drawn(gemma)[0])
     name, width = "model.norm.weight", gemma.width
     stored = np.random.default_rng(0).uniform(-0.5, 1, width).astype("f4")
-    stored[:4] = 2**-16 * 1.9921875, -(2**-16), 1e-9, 2**-20 * 1.4
+    stored[:2] = 1e-9, 2**-20 * 1.4
     rewrite(tmp_path, lambda tensors: tensors | {name: stored})
-    params = hugging_face.load(tmp_path).params
-    hugging_face.save(tmp_path, gemma, params)
+    hugging_face.save(tmp_path, gemma, hugging_face.load(tmp_path).params)
     again = safetensors.numpy.load_file(tmp_path / WEIGHTS)[name]
-    np.testing.assert_array_equal(again[:3], [*stored[:2], 0])
-    assert 0 < np.abs(again - stored).max() <= 2**-24
-    # From our scales and back, nothing is lost.
-    scales = np.random.default_rng(1).uniform(0.5, 100, width).astype("f4")
-    params["head"]["norm"]["scale"] = scales
-    hugging_face.save(tmp_path, gemma, params)
-    loaded = hugging_face.load(tmp_path).params["head"]["norm"]["scale"]
-    np.testing.assert_array_equal(loaded, scales)
+    np.testing.assert_array_equal(again, stored)

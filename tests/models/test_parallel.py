@@ -49,6 +49,16 @@ DEEPSEEK = GPTConfig(  # the first step moves no bias, but every microbatch adds
     shared_width=8, router="sigmoid", dense_layers=1, expert_groups=4, groups_per_token=2,
     score_factor=2.5, bias_speed=0.1, mtp_loss=0.5,
 )  # fmt: skip
+OLMO = GPTConfig(  # what the families of further readers combine
+    **SHAPE, num_layers=8, num_kv_heads=2, pre_norm=False, post_norm=True, qk_norm=True,
+    qk_norm_scope="all", rotary_size=2, rope_magnitude=1.5, unrotated_layers=(2, 5), tied=False,
+    head_bias=True, embedding_scale=2.0, residual_scale=0.5, logit_scale=3.0, attention_scale=0.4,
+)  # fmt: skip
+COHERE = GPTConfig(
+    **SHAPE, num_layers=8, num_kv_heads=2, norm="layer", norms_from_zero=True, residual="parallel",
+    qk_norm=True, qk_norm_scope="each", activation="xielu", out_bias=True, norm_bias=True,
+    query_growth=0.5, rope_factor=2.0, rope_original_length=3,
+)  # fmt: skip
 DROPPING = {"num_experts": 4, "expert_every": 2, "balance_loss": 0.1, "capacity_factor": 0.5}
 RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
 BERT = BERTConfig(**SHAPE, num_layers=8, next_sentence=True)
@@ -68,6 +78,8 @@ CONFIGS = {
     ),
     "multi-token": dataclasses.replace(GEMMA, num_layers=7, mtp_loss=0.5),
     "gpt-oss": GPT_OSS,
+    "olmo": OLMO,
+    "cohere": COHERE,
     "deepseek": DEEPSEEK,
     "latent-attention": dataclasses.replace(
         QWEN, **LATENT, num_kv_heads=None, qk_norm=False, qkv_bias=False
@@ -97,6 +109,10 @@ class Case(NamedTuple):
 
 FEW = {
     "gpt": Case(dataclasses.replace(QWEN, num_layers=2), "1f1b-fused", CONTEXT[1]),
+    "olmo": Case(
+        dataclasses.replace(OLMO, num_layers=2, unrotated_layers=(2,)), "zb-h1", TENSOR[1]
+    ),
+    "cohere": Case(dataclasses.replace(COHERE, num_layers=2), "1f1b-fused", CONTEXT[1]),
     # Layers and the head communicate among the same devices in one tick.
     "bert": Case(dataclasses.replace(BERT, num_layers=2, dropout=0.0), "zb-h2", TENSOR[1], 1),
     "transformer": Case(
