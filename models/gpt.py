@@ -81,7 +81,7 @@ class MLP(nnx.Module):
         if self.gate is not None:
             return GATED[activation](*branches)
         if activation == "xielu":
-            return xielu(*branches, self.positive[...], self.negative[...])
+            return xielu(branches[0], self.positive[...], self.negative[...])
         return UNGATED[activation](*branches)
 
 
