@@ -9,7 +9,7 @@ import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import docstring_parser
 import jax
@@ -24,6 +24,13 @@ from train.data.tokenizer_files import Exported
 from train.errors import Failure
 
 PyTree = Any
+
+
+def _from_yaml(declared: Any) -> Any:
+    """Makes a type that takes lists, which is what YAML has, where a tuple is declared."""
+    origins = [typing.get_origin(part) for part in (declared, *typing.get_args(declared))]
+    as_tuple = pydantic.BeforeValidator(lambda w: tuple(w) if isinstance(w, list) else w)
+    return Annotated[declared, as_tuple] if tuple in origins else declared
 
 
 class Task(abc.ABC):
@@ -84,7 +91,7 @@ class Task(abc.ABC):
         types, descriptions = typing.get_type_hints(shape), _descriptions(shape)
         fields: dict[str, Any] = {
             field.name: (
-                types[field.name],
+                _from_yaml(types[field.name]),
                 pydantic.Field(
                     getattr(cls.default, field.name), description=descriptions.get(field.name)
                 ),

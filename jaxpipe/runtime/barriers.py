@@ -56,9 +56,8 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     def once(through: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         return jnp.zeros((), bool), body(through[1])
 
-    return lax.while_loop(lambda through: through[0], once, (jnp.asarray(condition, bool), carry))[
-        1
-    ]
+    through = jnp.asarray(condition, bool), carry
+    return lax.while_loop(lambda through: through[0], once, through)[1]
 
 
 def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:

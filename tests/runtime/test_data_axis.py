@@ -20,6 +20,7 @@ import jaxpipe
 from jaxpipe.runtime.layout.data_axis import average, gather, own_shard, reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.zero import Zero
 
 SHARDS, SHAPE = 4, (4, 8, 12)
 
@@ -45,7 +46,7 @@ def test_shards_gather_the_array_and_reduce_to_their_parts_of_the_sum(dim):
     parts = np.stack(np.split(total, SHARDS, axis=dim))
 
     def run(own):
-        sums = [reduce_gradients(own, leaf, axes, zero=zero) for zero in (0, 1)]
+        sums = [reduce_gradients(own, leaf, axes, zero=Zero(zero)) for zero in (0, 1)]
         return (*sums, gather(sums[1], leaf, axes), own_shard(sums[0], leaf, axes))
 
     whole, reduced, gathered, own = on_shards(run, values)

@@ -50,7 +50,7 @@ def _receive(
 
     def put(through: tuple[jax.Array, Message]) -> tuple[jax.Array, Message]:
         slots, inbox = through
-        ended = lax.dynamic_update_index_in_dim(slots, NONE, place, 0)
+        ended = lax.dynamic_update_index_in_dim(slots, jnp.int32(NONE), jnp.int32(place), 0)
         return ended, put_slot(inbox, slots[place], message)
 
     with jax.named_scope(f"receive{place}"):
