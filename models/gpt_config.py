@@ -295,7 +295,7 @@ class GPTConfig(validation.Validated):
         """Yields numbers of layers that do not exist, and two rules for the same layers."""
         for name in ("global_layers", "unrotated_layers"):
             numbers = getattr(self, name) or ()
-            if not set(numbers) <= set(range(1, self.num_layers + 1)):
+            if not all(1 <= number <= self.num_layers for number in numbers):
                 others = {"num_layers": self.num_layers}
                 yield Problem(name, numbers, "must be numbers from 1 to $num_layers", (), others)
         if self.global_layers is not None and self.global_every is not None:
