@@ -187,7 +187,7 @@ _THEIRS = {
     "gpt_neox": {"rotary_pct": 0.5},
     "gptj": _GPT | {"rotary_dim": 4},
     "gpt_bigcode": _GPT | {"multi_query": True},
-    "gpt_neo": {"num_layers": 4, "num_heads": 4, "window_size": 5,
+    "gpt_neo": {"num_hidden_layers": 4, "window_size": 5,
                 "attention_types": [[["global", "local"], 2]]},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
