@@ -402,6 +402,10 @@ def _check_tensors(
         for name, shape in zip(layer, theirs.shapes, strict=True)
     }
     lacking = wanted.keys() - tensors.keys()
+    constants = {
+        name: value for name in tensors for end, value in family.constants if name.endswith(end)
+    }
+    wanted |= dict.fromkeys(constants, ())
     has_prefix = any(t.stored.name.startswith(family.prefix) for t in tensors.values())
     prefix = family.prefix if has_prefix else ""
     missing = sorted({prefix + stored_name(name, family.fused) for name in lacking})
@@ -409,7 +413,7 @@ def _check_tensors(
         {
             tensor.stored.name
             for name, tensor in tensors.items()
-            if name not in wanted and not name.endswith((*family.unread, *dict(family.constants)))
+            if name not in wanted and not name.endswith(family.unread)
         }
     )
     failures = [
@@ -428,6 +432,10 @@ def _check_tensors(
             failures.append(
                 f"{gives} {tensor.dtype} numbers; weights must be floating-point, not quantized."
             )
+        elif name in constants and not tensor.shape:
+            found, value = float(tensor.read()), constants[name]
+            if not np.isclose(found, value, rtol=2**-8, atol=0):  # rounded to bfloat16
+                failures.append(f"{gives} {found:.4g}; it can only be read with {value}.")
     if failures and (quantized := fields.part("quantization_config")).count:
         method = shown(quantized.get("quant_method", None))
         remedy = "Dequantize the model with the transformers library, then save_pretrained."

@@ -58,7 +58,7 @@ def transformers():
 
 
 def randomise(torch_model, *, size):
-    """Draws what a fresh model initialises to zeros and ones.
+    """Draws what a fresh model initialises to zeros and ones; scalars are constants.
 
     Matrices are multiplied by ``size``; at first scores are too small for softmax and caps to show.
     """
@@ -68,7 +68,7 @@ def randomise(torch_model, *, size):
     for name, tensor in torch_model.state_dict().items():
         if tensor.ndim > 1 and "norm" not in name:
             tensor *= size
-        elif tensor.is_floating_point():
+        elif tensor.is_floating_point() and tensor.ndim:
             noise = torch.rand(tensor.shape, generator=generator) * 0.2
             tensor += noise if "bias" in name or "mean" in name else noise - 0.1
     return torch_model.eval()

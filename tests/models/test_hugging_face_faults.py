@@ -9,6 +9,7 @@ import os
 import struct
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -16,6 +17,7 @@ from covering import some
 from hugging_face_models import (
     BERT,
     DECODERS,
+    FURTHER,
     GPT2,
     INDEX,
     LLAMA,
@@ -197,6 +199,26 @@ def test_files_hold_what_the_index_says(folder):
         hugging_face.load(folder)
     assert str(folder / file) in str(error.value)
     assert str(folder / other) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.float32(-1.1e-6), r"gives -1\.1e-06; it can only be read with -1e-06"),
+        (np.float32([-1e-6] * 2), r"gives a tensor of shape \[2\], but config\.json asks for \[\]"),
+        (np.int8(0), "gives int8 numbers; weights must be floating-point, not quantized"),
+    ],
+)
+def test_constants_are_those_of_the_formula(tmp_path, value, message):
+    """With others the weights mean another function; in bfloat16 they are rounded."""
+    config, name = FURTHER["apertus"], "model.layers.1.mlp.act_fn.eps"
+    hugging_face.save(tmp_path, config, drawn(config)[0])
+    rounded = np.array(-1e-6, jnp.bfloat16).astype("f4")
+    rewrite(tmp_path, lambda tensors: tensors | {name: rounded})
+    hugging_face.load(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors | {name: np.array(value)})
+    with pytest.raises(ValueError, match=rf"{name} {message}\.$"):
+        hugging_face.load(tmp_path)
 
 
 def failures(folder):
