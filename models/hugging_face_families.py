@@ -317,6 +317,7 @@ def _decoder(
     fixed: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
     needed: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     required: Mapping[str, tuple[Any, ...]] | None = None,
     defaults: Mapping[str, Any] | None = None,
     layer: str = "model.layers.{}",
@@ -332,7 +333,7 @@ def _decoder(
     """
     given = tuple(meaning for meaning in (rope, act, bias, *meanings) if meaning is not None)
     decoder = Decoder(
-        name, fixed or {}, fields or {}, given, needed, required or {}, defaults or {}
+        name, fixed or {}, fields or {}, given, needed, optional, required or {}, defaults or {}
     )
 
     def all_modules(config: GPTConfig) -> Modules:
@@ -367,6 +368,7 @@ DECODERS = {
         bias=_ALL_BIASES, fixed=_OF_LAYER_NORM | {"positions": "learned"}, fields=_GPT_NAMES,
         required={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,), "tie_word_embeddings": (True,)},
+        optional=("mlp_width",),
         defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}, layer="h.{}",
         ends={"embed/table": "wte", "embed/positions": "wpe", "head/norm": "ln_f"},
         prefix="transformer.", kernels_as_ours=True, unread=(".attn.bias", ".attn.masked_bias"),
@@ -682,10 +684,11 @@ DECODERS = {
         "GPTJForCausalLM",
         _GPT | {"attention/qkv": tuple(f"attn.{name}_proj" for name in "qkv")} |
             {"attention/out": "attn.out_proj", "mlp/up": "mlp.fc_in", "mlp/down": "mlp.fc_out"},
-        dropout("resid_pdrop", "embd_pdrop"), rope=rotary(kinds=("default",)),
+        dropout("resid_pdrop", "embd_pdrop"), rope=None,
         act=activation(GELU, "activation_function"), bias=biases(mlp=True, norm=True),
         fixed=_OF_LAYER_NORM | {"residual": "parallel", "head_bias": True},
-        fields=_GPT_NAMES | {"rotary_size": "rotary_dim"}, defaults={"layer_norm_epsilon": 1e-5},
+        fields=_GPT_NAMES | {"rotary_size": "rotary_dim"}, optional=("mlp_width",),
+        defaults={"layer_norm_epsilon": 1e-5},
         layer="transformer.h.{}", ends=_GPT_ENDS, order=_neighbours,
         unread=(".attn.bias", ".attn.masked_bias"), token_ids=TokenIds(50256, 50256),
     ),
@@ -695,6 +698,7 @@ DECODERS = {
         act=activation(GELU, "activation_function"), bias=_ALL_BIASES,
         fixed=_OF_LAYER_NORM | {"positions": "learned"}, fields=_GPT_NAMES,
         required={"scale_attn_weights": (True,), "add_cross_attention": (False,)},
+        optional=("mlp_width",),
         defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         layer="transformer.h.{}", ends=_GPT_ENDS, order=_groups, unread=(".attn.bias",),
         token_ids=TokenIds(50256, 50256),
@@ -710,6 +714,7 @@ DECODERS = {
         fields=_GPT_NAMES | {"sequence_length": "max_position_embeddings",
             "num_layers": "num_layers", "width": "hidden_size", "num_heads": "num_heads",
             "mlp_width": "intermediate_size"},
+        optional=("mlp_width",),
         defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
         layer="transformer.h.{}", ends=_GPT_ENDS,
         unread=(".attn.attention.bias", ".attn.attention.masked_bias"),
@@ -723,6 +728,7 @@ DECODERS = {
         bias=biases(qkv="bias", out="bias", mlp="bias", norm=True), fixed=_OF_LAYER_NORM,
         fields=_NO_HEAD_SIZE | {"num_kv_heads": None, "mlp_width": "ffn_hidden_size",
             "norm_epsilon": "layer_norm_epsilon"}, required={"alibi": (False,)},
+        optional=("mlp_width",),
         defaults={"activation": "gelu", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5,
             "max_position_embeddings": 2048}, layer="transformer.h.{}",
         ends=_GPT_ENDS | {"embed/table": "transformer.word_embeddings"}, renamed=_falcon_norms,

@@ -115,6 +115,7 @@ class Decoder:
         is there is read, and the first is written; None where the family has no such field.
       meanings: the fields that are not simply one of theirs.
       needed: fields of ours that must not be None.
+      optional: fields of ours whose None is None there as well.
       required: fields of theirs that must have one of some values; the first is written.
       defaults: values that the library assumes for fields that ``config.json`` lacks.
     """
@@ -124,6 +125,7 @@ class Decoder:
     fields: Mapping[str, str | tuple[str, ...] | None] = dataclasses.field(default_factory=dict)
     meanings: tuple[Meaning, ...] = ()
     needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     required: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -160,7 +162,7 @@ class Decoder:
         fields.require(**self.required)
         kinds = typing.get_type_hints(GPTConfig)
         values = dict(self.fixed)
-        needed = (*self.needed, *(["mlp_width"] if "mlp_width" not in self.fields else []))
+        needed = {*self.needed, "mlp_width"} - {*self.optional}
         for ours, theirs in self.names.items():
             values[ours] = _value(fields, theirs, kinds[ours], needed=ours in needed)
         for meaning in self.meanings:
@@ -172,7 +174,7 @@ class Decoder:
     def write(self, config: GPTConfig) -> dict[str, Any]:
         """Makes their fields from our config."""
         written = {
-            theirs[0]: getattr(config, _RESOLVED.get(ours, ours))
+            theirs[0]: getattr(config, ours if ours in self.optional else _RESOLVED.get(ours, ours))
             for ours, theirs in self.names.items()
         }
         for meaning in self.meanings:

@@ -47,6 +47,10 @@ CONFIGS = {
 }
 
 
+GPT_J = dataclasses.replace(
+    GPT2, positions="rotary", rotary_size=2, residual="parallel", tied=False, head_bias=True,
+    bias=False, mlp_bias=True, norm_bias=True,
+)  # fmt: skip
 TIED = dataclasses.replace(LLAMA, tied=True, num_layers=1)
 
 
@@ -222,6 +226,18 @@ def test_round_trip_is_exact(tmp_path, config):
     assert_reads(tmp_path, params, state)
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("config", [GPT2, GPT_J, FURTHER["falcon"]], ids=["gpt2", "gptj", "falcon"])
+def test_a_width_that_config_json_may_leave_out_is_left_out(tmp_path, config, is_given):
+    mlp_width = 4 * config.width if is_given else None  # which means the same
+    config = dataclasses.replace(config, mlp_width=mlp_width)
+    hugging_face.save(tmp_path, config, *drawn(config))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert [written[k] for k in ("n_inner", "ffn_hidden_size") if k in written] == [mlp_width]
+    read = hugging_face.Folder(tmp_path).config
+    assert (read.mlp_width, read.hidden_width) == (mlp_width, config.hidden_width)
+
+
 @pytest.mark.parametrize("name", FURTHER)
 def test_a_model_is_written_as_the_family_it_was_read_from(tmp_path, name):
     """Though an earlier one of the table may have the same shape."""
@@ -359,8 +375,9 @@ def test_what_is_no_model_that_can_be_read_or_written_is_refused(tmp_path):
             r"gpt2, has no models with attention_soft_cap=50\.0, window=4",
         ),
         (DECODERS["gpt_oss"], {"expert_bias": False}, "oss, has no models with expert_bias=False"),
+        (GPT_J, {"rope_theta": 500.0}, r"gptj, has no models with rope_theta=500\.0"),
     ],
-    ids=["llama", "gpt2", "gpt_oss"],
+    ids=["llama", "gpt2", "gpt_oss", "gptj"],
 )
 def test_the_fields_that_keep_a_model_from_being_written_are_named(
     tmp_path, config, changes, nearest
