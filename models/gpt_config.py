@@ -245,7 +245,7 @@ class GPTConfig(validation.Validated):
     def problems(self) -> Iterator[Problem]:
         counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
         optional = ("num_kv_heads", "head_size", "mlp_width", "query_scalar", "window")
-        more = ("global_every", "rope_original_length", "kv_rank", *_LATENT)
+        more = ("global_every", "rope_original_length", "rotary_size", "kv_rank", *_LATENT)
         dense = () if self.dense_layers == 0 else ("dense_layers",)
         small = validation.small_counts(self, *counts, *optional, *more, *dense, *_EXPERT_COUNTS)
         yield from small
