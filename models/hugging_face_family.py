@@ -229,7 +229,7 @@ def biases(
     mlp: bool | str = False,
     norm: bool | str | None = None,
 ) -> Meaning:
-    """Which parts of a layer have biases: all models' do, or a field says so.
+    """Reads the parts of a layer that have biases: all models' do, or a field says so.
 
     ``norm`` is None for RMSNorm, which has none.
     """

@@ -32,7 +32,7 @@ from models.tensor import Tensor
 MOST = 4
 """Pieces of a sequence. The first gather and the last scatter of a layer are exposed."""
 LEAST_BYTES = 8 << 20
-"""What a piece is gathered to is no smaller: below, launches of more kernels cost what is won."""
+"""Size that a piece is gathered to at least: below, launches of more kernels cost what is won."""
 
 
 def num_pieces(x_BTE: jax.Array, tensor: Tensor) -> int:

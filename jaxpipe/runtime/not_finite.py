@@ -1,4 +1,4 @@
-"""Where a step first makes a value that is not finite."""
+"""Finds the first value of a step that is not finite, and what made it."""
 
 import functools
 import pickle
@@ -27,9 +27,11 @@ _PASSES = {
 }
 
 _WATCH = Watch()
-"""Of all calls, so that a pipeline's program is compiled once."""
+"""The watch of all calls, so that a pipeline's program is compiled once."""
 _MOST_BYTES = 8192
-"""Bytes that a process tells the others; a detail is shorter."""
+"""Bytes that a process tells the others."""
+_MOST_CHARACTERS = 1000
+"""Length of a detail: many parameters may have names, and a process must be able to tell them."""
 
 
 class NotFinite(NamedTuple):
@@ -60,9 +62,8 @@ class NotFinite(NamedTuple):
         what = self.part if self.layer is None else f"{self.part} {self.layer}"
         what += "" if self.kind is None else f", {_PASSES[self.kind]}"
         if self.microbatch is not None:
-            what += f", microbatch {self.microbatch}" + (
-                f", slice {self.slice}" if self.slice else ""
-            )
+            what += f", microbatch {self.microbatch}"
+            what += f", slice {self.slice}" if self.slice else ""
             what += f" (stage {self.stage}, data shard {self.shard})"
         return what + (f": {self.detail}" if self.detail else "")
 
@@ -131,7 +132,7 @@ def _described(broken: Broken, num_slices: int) -> NotFinite:
     place = broken.stage, microbatch, broken.shard, slice_number
     if broken.was_given:
         return NotFinite("embedding" if broken.kind.is_forward else "head", None, None, *place)
-    return NotFinite("layer", broken.kind, broken.layer, *place, _detail(broken))
+    return NotFinite("layer", broken.kind, broken.layer, *place, _detail(broken)[:_MOST_CHARACTERS])
 
 
 def _detail(broken: Broken) -> str:

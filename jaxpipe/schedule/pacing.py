@@ -73,7 +73,7 @@ def of_ticks(costs: Costs) -> Costs:
 
 
 class _Units:
-    """What runs in one tick: the units of a schedule (`Schedule.units`) by number, stage after
+    """Content of one tick: the units of a schedule (`Schedule.units`) by number, stage after
     stage.
 
     Args:

@@ -92,7 +92,7 @@ def test_ticks_that_no_stage_can_keep_are_refused():
 
 
 def test_a_weight_gradient_shares_the_tick_of_the_action_before_it():
-    """Where a message takes longer than an action, each tick takes as long as the message."""
+    """A tick takes as long as a message that takes longer than its actions."""
     shape, costs = {"stages": 3, "microbatches": 12, "chunks": 3}, Costs(0.5, 0.8, 0.4, 0.9)
     plain, paced = (catalog.build("breadth-first", **shape, **c) for c in ({}, {"costs": costs}))
     assert any(len(set(row)) < len(row) for row in paced.ticks)
