@@ -49,8 +49,7 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     loop also keeps XLA from computing a result a second time where it is written, from a copy of
     what it overwrites.
 
-    Tests: ``test_compiled.py::test_the_tick_loop_copies_no_whole_buffer``,
-    ``test_training_step.py::test_no_gradient_is_kept_but_that_of_the_chunk_in_work``.
+    Test: ``test_compiled.py::test_the_tick_loop_copies_no_whole_buffer``.
     """
 
     def once(through: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
