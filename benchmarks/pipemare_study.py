@@ -34,14 +34,15 @@ from benchmarks import harness
 from jaxpipe.runtime import measure
 from jaxpipe.runtime.measure import tree_bytes
 from jaxpipe.schedule.simulate import simulate
-from train import checks, configured, loop, run_folder
+from train import checks, configured, loop
 from train.command_line import parse
 from train.config import Config
 from train.errors import ConfigError, NonFiniteLossError
-from train.goodput import Goodput
 from train.modes import Asynchronous, Synchronous, device_bytes
+from train.processes.watchdog import Watchdog
+from train.runs import run_folder
 from train.step import Setup
-from train.watchdog import Watchdog
+from train.watch.goodput import Goodput
 
 _CONFIG = "configs/resnet-digits-pipemare.yaml"
 _OFF: dict[str, Any] = {"rescheduling_steps": 0, "discrepancy_decay": 0.0, "warmup_steps": 0}

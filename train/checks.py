@@ -18,20 +18,13 @@ from jaxpipe import schedules
 from jaxpipe.errors import shortened, shown
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import (
-    configured,
-    distributed,
-    errors,
-    initial,
-    noise,
-    optimizers,
-    profile,
-    run_folder,
-    tasks,
-)
+from train import configured, errors, initial, optimizers, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
+from train.processes import distributed
+from train.runs import run_folder
+from train.watch import noise, profile
 
 Rule = Callable[[Config], Iterator[Failure]]
 

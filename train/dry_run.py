@@ -17,9 +17,9 @@ from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import draw, simulate
 from train import configured
 from train.config import Config
-from train.metrics import announced, say
 from train.modes import Asynchronous, Modes, device_bytes
 from train.step import Setup
+from train.watch.metrics import announced, say
 
 _WIDTH = 120
 """Columns of a line without a terminal."""

@@ -9,11 +9,12 @@ import numpy as np
 from rich.console import Console
 
 from jaxpipe import Sum, Weighted
-from train import distributed, initial
+from train import initial
 from train.config import Config
 from train.data.stream import Examples, heldout_batches
-from train.metrics import recorded, say, shown
+from train.processes import distributed
 from train.step import Setup, TrainState
+from train.watch.metrics import recorded, say, shown
 
 
 def run(config: Config) -> None:

@@ -19,10 +19,11 @@ import tyro
 from jaxpipe.errors import printable
 from models import hugging_face
 from models.hugging_face_fields import TokenIds
-from train import checkpoint, initial, run_folder, tasks
+from train import initial, tasks
 from train.config import Config
 from train.data.tokenizer_files import Exported
 from train.errors import ConfigError
+from train.runs import checkpoint, run_folder
 from train.step import with_sharding
 
 PyTree = Any

@@ -17,14 +17,15 @@ from rich.console import Console
 
 from jaxpipe import Checkpoints, load_params
 from models import hugging_face
-from train import checkpoint, mirror, run_folder, tasks
-from train.command_line import load_yaml
+from train import tasks
 from train.config import Config, upgraded
+from train.config_file import load_yaml
 from train.data.folder import TOKENIZER_FILE
 from train.errors import ConfigError, Failure, refused
-from train.metrics import say
 from train.object_store import is_url
+from train.runs import checkpoint, mirror, run_folder
 from train.step import Setup, TrainState
+from train.watch.metrics import say
 
 PyTree = Any
 

@@ -23,16 +23,7 @@ from jaxpipe.checkpoint import Fetch, Found
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from jaxpipe.testing import find_nan
-from train import (
-    checkpoint,
-    configured,
-    distributed,
-    evaluation,
-    initial,
-    noise,
-    run_folder,
-    survivors,
-)
+from train import configured, evaluation, initial
 from train.config import Config
 from train.configured import Choice
 from train.data import stream
@@ -43,17 +34,21 @@ from train.errors import (
     NonFiniteLossError,
     named_values,
 )
-from train.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
-from train.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
-from train.mirror import mirrored
 from train.modes import Mode, Modes, layout_of
-from train.object_lock import ObjectLock
-from train.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
-from train.run_lock import RunLock
+from train.processes import distributed
+from train.processes.watchdog import Watchdog, stages_by_process
+from train.recover import survivors
+from train.recover.survivors import Group, Survivor
+from train.runs import checkpoint, run_folder
+from train.runs.mirror import mirrored
+from train.runs.object_lock import ObjectLock
+from train.runs.run_lock import RunLock
 from train.step import Setup
 from train.stop import StopRequest
-from train.survivors import Group, Survivor
-from train.watchdog import Watchdog, stages_by_process
+from train.watch import noise
+from train.watch.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
+from train.watch.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
+from train.watch.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
 
 # A new checkpoint is written before an old one is removed.
 _CHECKPOINTS_AT_ONCE = 2

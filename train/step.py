@@ -23,10 +23,11 @@ from jaxpipe.schedule import (
     device_clock,
     partition,
 )
-from train import configured, distributed, errors, tasks
+from train import configured, errors, tasks
 from train.config import Config
 from train.configured import Choice
 from train.optimizers import learning_rate, make_optimizer
+from train.processes import distributed
 from train.task import Task
 
 PyTree = Any

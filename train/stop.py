@@ -27,7 +27,7 @@ class StopRequest:
     handler has not run within `GRACE_SECONDS`, and at once when a second signal comes.
 
     With several processes jax's preemption service makes all of them stop after the same step, and
-    `train.watchdog` ends those that wait for another.
+    `train.processes.watchdog` ends those that wait for another.
     """
 
     def __init__(self) -> None:

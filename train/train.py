@@ -62,10 +62,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    from train.goodput import Goodput
+    from train.watch.goodput import Goodput
 
     goodput = Goodput()
-    from train import command_line, errors, run_folder
+    from train import command_line, errors
+    from train.runs import run_folder
 
     try:
         invocation = command_line.parse(arguments)
@@ -96,8 +97,10 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _run(invocation, goodput) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, configured, distributed, errors, survivors
-    from train.watchdog import Watchdog
+    from train import checks, configured, errors
+    from train.processes import distributed
+    from train.processes.watchdog import Watchdog
+    from train.recover import survivors
 
     group = None
     if (survivor := survivors.inherited()) is not None:

@@ -23,11 +23,11 @@ from command import (
 )
 from moto.server import ThreadedMotoServer
 
-from train import object_lock, run_folder
 from train.errors import ConfigError
-from train.mirror import Copy, Mirror
-from train.object_lock import ObjectLock
 from train.object_store import ObjectStore, StoreError
+from train.runs import object_lock, run_folder
+from train.runs.mirror import Copy, Mirror
+from train.runs.object_lock import ObjectLock
 
 pytestmark = pytest.mark.end_to_end
 

@@ -25,7 +25,7 @@ from command import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from train import loop
-from train.run_lock import LOCK_FILE, RunLock
+from train.runs.run_lock import LOCK_FILE, RunLock
 
 pytestmark = pytest.mark.end_to_end
 

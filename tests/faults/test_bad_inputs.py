@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from train import checks, command_line, distributed, errors, tasks
+from train import checks, config_file, errors, tasks
 from train.config import Config
+from train.processes import distributed
 
 CPU_SECONDS = 30
 VALUES = (
@@ -35,7 +36,7 @@ def _messages(tmp_path, task, path, value):
     for section in sections:
         target = target.setdefault(section, {})
     target[name] = value
-    config, broken = command_line.validate(raw, source="a.yaml")
+    config, broken = config_file.validate(raw, source="a.yaml")
     config, out_of_range = checks.in_range(config)
     found = [*broken, *out_of_range]
     try:

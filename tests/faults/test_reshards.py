@@ -8,7 +8,7 @@ import pytest
 import tiny_tasks
 
 from jaxpipe import Checkpoints
-from train import checkpoint
+from train.runs import checkpoint
 from train.step import Setup
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]

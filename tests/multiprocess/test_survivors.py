@@ -21,11 +21,13 @@ import pytest
 from command import LOOPBACK, back_to, finish, num_lines, saved, start, steps
 from jax.sharding import NamedSharding, PartitionSpec
 
-from train import calls, errors, state_copies, survivors, watchdog
+from train import errors
 from train.config import Config
 from train.errors import CannotContinueError
-from train.run_lock import LOCK_FILE
-from train.survivors import Membership, Survivor
+from train.processes import calls, watchdog
+from train.recover import state_copies, survivors
+from train.recover.survivors import Membership, Survivor
+from train.runs.run_lock import LOCK_FILE
 
 _COPY_EVERY = 5
 _LAST = 60
@@ -88,7 +90,8 @@ def test_whichever_of_four_is_lost_two_go_on(trainer, tmp_path, victim):
 
 _KILLED_AS_IT_GOES_ON = """
 import os, sys
-from train import loop, survivors, train
+from train import loop, train
+from train.recover import survivors
 if survivors._HANDOVER in os.environ:
     loop.run = lambda *_, **__: os.kill(os.getpid(), 9)
 sys.exit(train.main(sys.argv[1:]))

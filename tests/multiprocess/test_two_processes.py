@@ -22,7 +22,7 @@ from command import (
 from jax.tree import leaves_with_path
 
 from train.errors import Failure
-from train.run_lock import RunLock
+from train.runs.run_lock import RunLock
 
 pytestmark = pytest.mark.end_to_end
 
@@ -123,7 +123,7 @@ def test_processes_that_cannot_start_do_not_wait(toy_trainer, tmp_path):
 
 _DIFFER = """
 import sys
-from train import distributed
+from train.processes import distributed
 from train.errors import ConfigError, Failure
 number = int(sys.argv[2])
 distributed.start(distributed.Processes(2, number, sys.argv[1]), run="a", patience_seconds=60)

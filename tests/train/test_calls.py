@@ -12,7 +12,7 @@ import limits
 import pytest
 from command import LOOPBACK
 
-from train import calls
+from train.processes import calls
 
 _TOKEN = b"a token of the run"
 

@@ -11,12 +11,12 @@ import pytest
 
 from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import recovery
-from train import checkpoint
-from train.checkpoint import none_whole
 from train.config import Config
 from train.data import stream
 from train.data.text import Windows
 from train.errors import ConfigError
+from train.runs import checkpoint
+from train.runs.checkpoint import none_whole
 from train.step import TrainState
 
 LOSSES = {1: 2.0, 2: 3.0}

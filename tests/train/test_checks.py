@@ -11,12 +11,13 @@ import yaml
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import write_csv
 from jaxpipe.schedule.search import auto
-from train import checks, configured, distributed, errors, tasks, train
+from train import checks, configured, errors, tasks, train
 from train.command_line import Invocation
 from train.config import Config, Section
 from train.data.folder import META_FILE, TOKENIZER_FILE
 from train.data.text import HELDOUT_FILE, TRAIN_FILE, read_tokens, write_tokens
-from train.goodput import Goodput
+from train.processes import distributed
+from train.watch.goodput import Goodput
 
 NEAREST = {
     "pipeline.microbatches: 3": "pipeline.microbatches=2 or 4, or train.batch_size=12 or 18.",

@@ -17,10 +17,11 @@ from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import to_json
 from jaxpipe.schedule.partition import chunk_costs
 from jaxpipe.schedule.simulate import Costs
-from train import configured, distributed, loop, step
-from train.command_line import load_yaml
+from train import configured, loop, step
 from train.config import Config
+from train.config_file import load_yaml
 from train.configured import Choice
+from train.processes import distributed
 from train.step import Setup
 
 

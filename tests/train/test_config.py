@@ -7,7 +7,9 @@ import re
 import pytest
 import yaml
 
-from train import checkpoint, checks, command_line, config, distributed, errors, tasks
+from train import checks, command_line, config, config_file, errors, tasks
+from train.processes import distributed
+from train.runs import checkpoint
 
 TAGS = [name for name in yaml.SafeLoader.yaml_constructors if name is not None]
 
@@ -152,7 +154,7 @@ def test_no_tag_ends_in_a_traceback(tmp_path):
     for name, content, form in itertools.product(TAGS, contents, forms):
         path = _write(tmp_path, form.format(name.rpartition(":")[2], content))
         with contextlib.suppress(errors.ConfigError):
-            command_line.validate(command_line.load_yaml(path), source="a")
+            config_file.validate(config_file.load_yaml(path), source="a")
 
 
 def test_files_that_are_no_text_missing_or_empty(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from train import config as config_module
 from train import tasks
-from train.command_line import load_yaml, validate
+from train.config_file import load_yaml, validate
 from train.data import folder as folders_module
 from train.data import images, masked_lm, stream, text, translation
 from train.prepare import __main__

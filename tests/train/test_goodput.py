@@ -2,8 +2,8 @@
 
 import pytest
 
-from train import goodput
-from train.goodput import CHECKPOINT, COMPILE, LOST, RESTART, STEP, Goodput
+from train.watch import goodput
+from train.watch.goodput import CHECKPOINT, COMPILE, LOST, RESTART, STEP, Goodput
 
 
 class Hand:

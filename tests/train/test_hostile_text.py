@@ -18,15 +18,14 @@ from pyarrow import parquet as pyarrow_parquet
 from rich.progress import Progress
 from tokenizers import Regex, pre_tokenizers
 
-from train import tokenizer
-from train.data import parquet, rows, stream, text, tokenizer_files
+from train.data import parquet, rows, stream, text, tokenizer, tokenizer_files
+from train.data.guarded import Guarded
 from train.data.streamed import Streamed
+from train.data.tokenizer import encoding_groups, pieces, train_tokenizer
 from train.errors import ConfigError
-from train.guarded import Guarded
 from train.prepare import conversations
 from train.prepare.__main__ import main
 from train.prepare.conversations import ChatTemplate, open_template
-from train.tokenizer import encoding_groups, pieces, train_tokenizer
 
 PLAIN = "{% for message in messages %}{{ '<s>' + message.role + ' ' }}{{ BODY }}{{ eos_token }}"
 PLAIN += "{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant ' }}{% endif %}"

@@ -11,8 +11,8 @@ import pytest
 from tiny_tasks import config
 
 import jaxpipe
-from train.noise import Gauge, Noise, microbatch_norm
 from train.step import Setup
+from train.watch.noise import Gauge, Noise, microbatch_norm
 
 CONFIG = config(pipeline={"microbatches": 3}, train={"batch_size": 12, "noise_every": 5})
 

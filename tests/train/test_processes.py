@@ -14,8 +14,9 @@ import pytest
 import yaml
 from command import LOOPBACK, TOP, Finished, finish, free_address, start
 
-from train import calls, command_line, distributed, errors, watchdog
-from train.watchdog import Watchdog
+from train import command_line, errors
+from train.processes import calls, distributed, watchdog
+from train.processes.watchdog import Watchdog
 
 CONFIGS = TOP / "configs"
 

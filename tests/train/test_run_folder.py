@@ -10,9 +10,10 @@ import jax
 import pytest
 from rich.console import Console
 
-from train import checks, command_line, errors, run_folder, train
-from train.metrics import say, truncate
-from train.run_lock import LOCK_FILE
+from train import checks, command_line, errors, train
+from train.runs import run_folder
+from train.runs.run_lock import LOCK_FILE
+from train.watch.metrics import say, truncate
 
 
 def _messages(config, **options):

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 from command import finish, start
 
-from train import errors, loop, run_folder, run_lock
+from train import errors, loop
 from train.config import Config
 from train.errors import ConfigError
-from train.run_lock import LOCK_FILE, RunLock
+from train.runs import run_folder, run_lock
+from train.runs.run_lock import LOCK_FILE, RunLock
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from train.run_lock import RunLock
+from train.runs.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]), say=print, heartbeat_seconds=0.05)
 lock.acquire()
 print("held", flush=True)

@@ -13,9 +13,10 @@ from tiny_tasks import assert_same_first_step, config, layer_by_layer, rows
 
 from jaxpipe import Checkpoints, unpipelined
 from models import gpt
-from train import checkpoint, optimizers
+from train import optimizers
 from train.errors import ConfigError
 from train.modes import Asynchronous
+from train.runs import checkpoint
 from train.step import Setup, named
 
 _close = partial(np.testing.assert_allclose, rtol=1e-5)

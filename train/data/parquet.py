@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.folder import require
-from train.guarded import Guarded
+from train.data.guarded import Guarded
 
 _DECODED = 16
 """Rows that are decoded at a time: all of them may be large."""

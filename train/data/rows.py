@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 from jaxpipe.errors import shortened, shown
 from train.data import parquet
-from train.guarded import Guarded
-from train.tokenizer import is_whole
+from train.data.guarded import Guarded
+from train.data.tokenizer import is_whole
 
 ENDINGS = (".parquet", ".jsonl")
 GROUP_BYTES = 64_000_000

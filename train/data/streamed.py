@@ -22,12 +22,12 @@ import numpy as np
 from grain.experimental import ThreadPrefetchDatasetIterator
 
 from train.data import text, tokenizer_files
+from train.data.guarded import Guarded
 from train.data.packing import occurrences
 from train.data.rows import Shard
 from train.data.stream import Batch, Examples
+from train.data.tokenizer import Encoder, encoding_groups, pieces
 from train.errors import refused
-from train.guarded import Guarded
-from train.tokenizer import Encoder, encoding_groups, pieces
 
 WINDOW_BATCHES = 16
 """Batches whose rows are shuffled together; as many are read ahead."""

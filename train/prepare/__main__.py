@@ -16,8 +16,8 @@ from typing import Any
 import tyro
 
 from jaxpipe.errors import printable
-from train.command_line import load_yaml, validate
 from train.config import DataConfig
+from train.config_file import load_yaml, validate
 from train.data.folder import KINDS
 from train.errors import ConfigError
 from train.prepare import images, text, translation

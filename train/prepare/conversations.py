@@ -18,9 +18,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.folder import ANSWER, BEGIN, PROMPT, require
+from train.data.guarded import Guarded
 from train.data.rows import read_lines
-from train.guarded import Guarded
-from train.tokenizer import MOST_CHARACTERS, is_whole
+from train.data.tokenizer import MOST_CHARACTERS, is_whole
 
 SECONDS = 60.0
 """Time to lay out a conversation; most take less than a thousandth of a second."""

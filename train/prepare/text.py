@@ -24,6 +24,7 @@ from rich.progress import Progress
 
 from train.data import rows, tokenizer_files
 from train.data.folder import BEGIN, END_OF_TEXT, META_FILE, TOKENIZER_FILE
+from train.data.guarded import Guarded
 from train.data.text import (
     HELDOUT_FILE,
     KIND,
@@ -37,10 +38,9 @@ from train.data.text import (
     record_of,
     write_tokens,
 )
+from train.data.tokenizer import MIN_VOCAB_SIZE, Encoder, encoding_groups, pieces, train_tokenizer
 from train.data.tokenizer_files import Known
-from train.guarded import Guarded
 from train.prepare import conversations, folders
-from train.tokenizer import MIN_VOCAB_SIZE, Encoder, encoding_groups, pieces, train_tokenizer
 
 _VOCAB_SIZE = 2048
 _MOST_BYTES = 12e6

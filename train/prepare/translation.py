@@ -24,6 +24,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from train.data.folder import META_FILE, TOKENIZER_FILE, require
+from train.data.tokenizer import train_tokenizer
 from train.data.translation import (
     HELDOUT_FILE,
     KIND,
@@ -37,7 +38,6 @@ from train.data.translation import (
     read_meta,
 )
 from train.prepare import folders
-from train.tokenizer import train_tokenizer
 
 _FILES = frozenset({TRAIN_FILE, HELDOUT_FILE, TOKENIZER_FILE, META_FILE})
 _NUM_BYTES = 256

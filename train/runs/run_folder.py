@@ -18,12 +18,13 @@ from typing import Any
 import pydantic
 
 from jaxpipe.files import read_bytes, write_whole
-from train import checkpoint, run_lock, tasks
+from train import tasks
+from train.runs import checkpoint, run_lock
 from train.config import Config
 from train.errors import ConfigError, Failure, NonFiniteLossError
-from train.object_lock import ObjectLock
+from train.runs.object_lock import ObjectLock
 from train.object_store import ObjectStore, StoreError, is_url
-from train.run_lock import RunLock
+from train.runs.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

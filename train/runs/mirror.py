@@ -24,13 +24,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpipe.checkpoint import CHECKSUMS_FILE, LOSS_FILE, Fetch
-from train import distributed
+from train.processes import distributed
 from train.config import Config
 from train.errors import ConfigError, refused
-from train.object_lock import ObjectLock
+from train.runs.object_lock import ObjectLock
 from train.object_store import ObjectStore
-from train.run_folder import CHECKPOINTS, PROGRESS_FILE, unwritable
-from train.run_lock import RunLock
+from train.runs.run_folder import CHECKPOINTS, PROGRESS_FILE, unwritable
+from train.runs.run_lock import RunLock
 
 SYNC_SECONDS = 30.0
 """Time after which files other than checkpoints are written."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from train.errors import ConfigError
 from train.object_store import ObjectStore, Stored, StoreError
-from train.run_lock import (
+from train.runs.run_lock import (
     HEARTBEAT_SECONDS,
     LOCK_FILE,
     PATIENCE_SECONDS,

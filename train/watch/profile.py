@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxpipe import measure
 from jaxpipe.schedule import Timeline, page, timelines, trace
-from train import configured, run_folder
+from train import configured
 from train.config import Config
 from train.errors import Failure, refused
+from train.runs import run_folder
 from train.step import Setup, TrainState
 
 STAGE_SECONDS = "stage_seconds"

@@ -18,17 +18,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import numpy as np
 import pydantic
 
-from train import calls
 from train.errors import RESTART, ConfigError, NonFiniteLossError
-
-if TYPE_CHECKING:
-    from train.survivors import Survivor
+from train.processes import calls
 
 _BEAT_SECONDS = 1.0
 _GONE_SECONDS = 4 * _BEAT_SECONDS
@@ -68,6 +65,17 @@ class _Heard(NamedTuple):
     at: float
 
 
+class Successor(Protocol):
+    """What goes on without a missing process."""
+
+    @property
+    def has_stood_still(self) -> bool:
+        """Whether this process may have stood still for so long that the others gave it up."""
+
+    def leave(self) -> NoReturn:
+        """Replaces this program by one that goes on, or ends it."""
+
+
 class Watchdog:
     """Watches the other processes; does nothing in a run of one.
 
@@ -86,7 +94,7 @@ class Watchdog:
     def __init__(self, patience_seconds: float) -> None:
         self._patience, self._longest = patience_seconds, 0.0
         self.stages: Mapping[int, str] = {}
-        self.survivor: Survivor | None = None
+        self.survivor: Successor | None = None
         # `jax.process_count` would wait for the devices of all processes, which need a watch, too.
         self._count, self._own = _state().num_processes, _state().process_id
         self._doing, self._step, self._since = "the start", 0, time.monotonic()

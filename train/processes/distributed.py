@@ -21,13 +21,13 @@ import pydantic
 
 from jaxpipe import cpu_threads
 from jaxpipe.errors import in_python, shown
-from train import calls
-from train.calls import Address
 from train.config import Config
 from train.errors import ConfigError, Failure, MissingProcessError, refused
+from train.processes import calls
+from train.processes.calls import Address
 
 _HEARTBEAT_SECONDS = 24 * 3600
-"""Time after which jax itself ends a run: `train.watchdog` is faster, and names who is missing."""
+"""Time after which jax itself ends a run: the watchdog is faster, and names who is missing."""
 
 MAX_DEVICES = 512
 """Most devices of a process; more are taken for a mistake: no host has so many accelerators, and
@@ -167,7 +167,7 @@ def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
         return
     import jax
 
-    from train import watchdog
+    from train.processes import watchdog
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     connect = functools.partial(

@@ -22,10 +22,10 @@ from rich.console import Console
 
 from jaxpipe.errors import printable
 from jaxpipe.files import write_whole
-from train import run_folder
 from train.config import Config
-from train.goodput import SECONDS, UNIX_TIME, Goodput
+from train.runs import run_folder
 from train.step import Setup
+from train.watch.goodput import SECONDS, UNIX_TIME, Goodput
 
 _FLUSH_SECONDS = 10
 """Time after which TensorBoard sees new numbers."""

@@ -25,7 +25,7 @@ SECONDS = 300.0
 """Time for a call, unless another is given: far more than any call on ordinary data takes."""
 NUM_BYTES = 8 << 30
 """Memory for calls, unless another is given."""
-_PROGRAM = "import sys; from train.guarded import serve; serve(int(sys.argv[1]))"
+_PROGRAM = "import sys; from train.data.guarded import serve; serve(int(sys.argv[1]))"
 
 
 class Guarded:

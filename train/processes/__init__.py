@@ -1,0 +1,1 @@
+"""Several processes: how they meet, agree and call each other, and who is missing."""

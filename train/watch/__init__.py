@@ -1,0 +1,1 @@
+"""What is measured while a run trains: metrics, where time goes, profiles, gradient noise."""
