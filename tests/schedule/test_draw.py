@@ -107,8 +107,19 @@ def shapes(drawn: str, tag: str) -> list[ElementTree.Element]:
 
 def numbers(drawn: str) -> list[ElementTree.Element]:
     """The microbatches in boxes."""
-    middle = (one for one in shapes(drawn, "text") if one.get("text-anchor") == "middle")
-    return [one for one in middle if (one.text or "").isdigit()]
+    return [one for group in shapes(drawn, "g") for one in group if (one.text or "").isdigit()]
+
+
+def times(drawn: str) -> list[tuple[float, float]]:
+    """The numbers on the axis of time, and where they are."""
+    middle = (
+        one
+        for one in ElementTree.fromstring(drawn.encode()).findall("{*}text")
+        if one.get("text-anchor") == "middle"
+    )
+    return [
+        (float((one.text or "").removeprefix("time ")), float(one.get("x", ""))) for one in middle
+    ]
 
 
 def boxes(drawn: str) -> list[ElementTree.Element]:
@@ -122,6 +133,10 @@ def test_a_figure_has_boxes_to_scale_with_their_microbatches():
     lefts = [float(box.get("x")) for box in boxes(drawn)]
     starts = [part.start for row in timed.rows for part in row]
     width = lefts[-1] / starts[-1]
+    (first, place), *others = times(drawn)
+    assert first == 0
+    assert len(others) > 2
+    assert [x - place for _, x in others] == pytest.approx([t * width for t, _ in others], abs=0.01)
     assert lefts == pytest.approx([start * width for start in starts], abs=0.01)
     assert [number.text for number in numbers(drawn)] == [
         str(part.action.microbatch) for row in timed.rows for part in row

@@ -207,16 +207,19 @@ _MARKS = {
 
 _NUMBERED_ACTIONS = 6000
 """Number of boxes beyond which nobody can read the numbers, and the file takes seconds to show."""
-_NAMED_CURVES = 16
-"""Number of stages beyond which a list of their names is taller than the curves."""
-_MAX_WIDTH, _MAX_HEIGHT = 1000.0, 2000.0
-"""Size of a picture in pixels. Longer timelines continue in further rows, then shrink."""
-_BOX, _MEMORY, _GAP, _MARGIN = 24.0, 80.0, 24.0, 60.0
-"""Heights of a stage, of the curves of memory and of the gap below them; margins at the sides."""
-_SHORTEST = 18.0
+_MAX_WIDTH, _MAX_HEIGHT = 770.0, 2000.0
+"""Size of a timeline in pixels, so that a page shows the picture as wide as it is. Longer timelines
+continue in further rows, then shrink."""
+_BOX, _MEMORY, _GAP = 26.0, 80.0, 42.0
+"""Heights of a stage, of the curves of memory and of the gap below them, with the axis of time."""
+_LEFT, _RIGHT = 60.0, 10.0
+"""Margins."""
+_SHORTEST = 15.0
 """Width of the shortest box, if there is room."""
-_ENTRY = 160.0
-"""Width of the longest entry of the legend."""
+_FONT = 11.0
+"""Size of all text but the numbers of microbatches."""
+_TICK_WIDTH = 60.0
+"""Least distance of two numbers on the axis of time."""
 _GREY = "#555555"
 _DIGIT = 0.6
 """Width of a digit, as a share of the font size."""
@@ -427,30 +430,30 @@ def figure(timeline: Timeline) -> Picture:
     detailed = sum(map(len, timeline.rows)) <= _NUMBERED_ACTIONS
     # A font size at which the longest microbatch number fits the shortest box.
     digits = len(str(timeline.schedule.num_passes - 1))
-    size = max(min(9.0, 0.85 * width * least / span / (_DIGIT * digits)), 1.0)
-    drawn, top = [_label(_MARGIN, 12, caption(timeline), size=10)], 24.0
+    size = max(min(_FONT, 0.85 * width * least / span / (_DIGIT * digits)), 1.0)
+    drawn, top = [_label(_LEFT, 14, caption(timeline))], 28.0
     for number in range(num_rows):
         band = _Band(timeline, number * span, span, width)
         boxes = [*_boxes(band, box, size if detailed else None)]
         boxes += _exchanges(band, box, exchanged) if detailed else ()
-        drawn += (
-            _label(_MARGIN - 4, top + (d + 0.5) * box, f"stage {d}", size=min(9, box), anchor="end")
-            for d in range(num_stages)
-        )
-        drawn.append(_inside(_MARGIN, top, width, height, boxes))
-        drawn += _memory(band, top + height + 4, named=number == 0)
+        for d, colour in enumerate(stage_colors(num_stages)):  # that of the curve of its memory
+            place, size_of_name = top + (d + 0.5) * box, min(_FONT, box)
+            drawn.append(
+                _label(_LEFT - 4, place, f"stage {d}", size=size_of_name, anchor="end", fill=colour)
+            )
+        drawn.append(_inside(_LEFT, top, width, height, boxes))
+        drawn += _memory(band, top + height + 6)
+        drawn += _times(band, top + height + 6 + _MEMORY)
         top += height + _MEMORY + _GAP
-    drawn.append(
-        _label(_MARGIN + width / 2, top - 8, "time, in the unit of the costs", anchor="middle")
-    )
-    entries = [*_legend(timeline, exchanged if detailed else None)]
-    columns = min(4, int(width / _ENTRY))
-    for k, (mark, meaning) in enumerate(entries):
-        x, y = _MARGIN + k % columns * width / columns, top + 10 + 14 * (k // columns)
-        drawn.append(_inside(x, y - 5, 12, 10, [mark]))
-        drawn.append(_label(x + 16, y, meaning))
-    height = top + 16 + 14 * -(-len(entries) // columns)
-    return _document(width + 2 * _MARGIN, height, drawn)
+    x, top = _LEFT, top + 2
+    for mark, meaning in _legend(timeline, exchanged if detailed else None):
+        entry = 34 + 0.9 * _DIGIT * _FONT * len(meaning)
+        if x > _LEFT and x + entry > _LEFT + width:
+            x, top = _LEFT, top + 18
+        drawn.append(_inside(x, top - 5, 12, 10, [mark]))
+        drawn.append(_label(x + 18, top, meaning))
+        x += entry
+    return _document(_LEFT + width + _RIGHT, top + 14, drawn)
 
 
 def _boxes(band: _Band, box: float, size: float | None) -> Iterator[str]:
@@ -467,11 +470,13 @@ def _boxes(band: _Band, box: float, size: float | None) -> Iterator[str]:
             if size is not None:
                 # Only the darker half of the shades needs white numbers.
                 dark = 2 * chunk_of(timed.action, timeline) >= timeline.schedule.num_chunks
-                number, middle = str(timed.action.microbatch), (left + right) / 2
-                shade = "white" if dark else "black"
-                yield _label(
-                    middle, (d + 0.5) * box, number, size=size, anchor="middle", fill=shade
-                )
+                number, shade = str(timed.action.microbatch), "white" if dark else "black"
+                # A box that the end of a row cuts has its number in the larger part.
+                begins, ends = max(left, 0.0), min(right, band.width)
+                fitting = min(size, 0.85 * (ends - begins) / (_DIGIT * len(number)))
+                if 2 * (ends - begins) >= right - left:
+                    middle, place = (begins + ends) / 2, (d + 0.5) * box
+                    yield _label(middle, place, number, size=fitting, anchor="middle", fill=shade)
         for start, end in pairs(timeline, d):
             if band.shows(start, end):
                 left, right = band.x(start), band.x(end)
@@ -491,26 +496,36 @@ def _exchanges(band: _Band, box: float, exchanged: Sequence[Exchange]) -> Iterat
         yield _element("circle", cx=end[0], cy=end[1], r=1.2, fill=colour)
 
 
-def _memory(band: _Band, top: float, *, named: bool) -> Iterator[str]:
+def _memory(band: _Band, top: float) -> Iterator[str]:
     """Draws what each stage keeps in flight over time."""
-    timeline, right = band.timeline, _MARGIN + band.width
+    timeline, right = band.timeline, _LEFT + band.width
     most = timeline.in_full_stages(max(timeline.peak_in_flight))
-    colours = stage_colors(len(timeline.rows))
     curves = []
-    for d, row in enumerate(timeline.rows):
+    for colour, row in zip(stage_colors(len(timeline.rows)), timeline.rows, strict=True):
         points, before = list[tuple[float, float]](), _MEMORY
         for time, count in ((0.0, 0), *in_flight(row), (timeline.makespan, 0)):
             level = (1 - 0.95 * timeline.in_full_stages(count) / most) * _MEMORY
             points += [(band.x(time), before), (band.x(time), level)]
             before = level
-        curves.append(_line(points, colours[d], 1))
-        if named and len(timeline.rows) <= _NAMED_CURVES:
-            yield _label(right + 6, top + 5 + d * 8, f"stage {d}", size=7, fill=colours[d])
-    yield _inside(_MARGIN, top, band.width, _MEMORY, curves)
-    yield _line([(_MARGIN, top), (_MARGIN, top + _MEMORY), (right, top + _MEMORY)], _GREY)
-    yield _label(_MARGIN - 4, top + 0.05 * _MEMORY, f"{most:g}", anchor="end")
-    yield _label(_MARGIN - 4, top + 0.5 * _MEMORY, "in flight", anchor="end")
-    yield _label(_MARGIN - 4, top + _MEMORY, "0", anchor="end")
+        curves.append(_line(points, colour, 1.2))
+    yield _inside(_LEFT, top, band.width, _MEMORY, curves)
+    yield _line([(_LEFT, top), (_LEFT, top + _MEMORY), (right, top + _MEMORY)], _GREY)
+    yield _label(_LEFT - 4, top + 0.05 * _MEMORY, f"{most:g}", anchor="end")
+    yield _label(_LEFT - 4, top + 0.5 * _MEMORY, "in flight", anchor="end")
+    yield _label(_LEFT - 4, top + _MEMORY, "0", anchor="end")
+
+
+def _times(band: _Band, top: float) -> Iterator[str]:
+    """Draws the axis of time below a row: numbers at round times, in the unit of the costs."""
+    least = band.span * _TICK_WIDTH / band.width
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    end = band.first + band.span
+    for number in range(math.ceil(band.first / step), math.floor(end / step) + 1):
+        x = _LEFT + band.x(number * step)
+        yield _line([(x, top), (x, top + 4)], _GREY)
+        named = "time " if number == 0 else ""
+        yield _label(x, top + 11, f"{named}{number * step:g}", anchor="middle")
 
 
 def _legend(timeline: Timeline, exchanged: Sequence[Exchange] | None) -> Iterator[tuple[str, str]]:
@@ -553,7 +568,13 @@ def _inside(x: float, y: float, width: float, height: float, elements: Iterable[
 
 
 def _label(
-    x: float, y: float, content: str, *, size: float = 8, anchor: str = "start", fill: str = "black"
+    x: float,
+    y: float,
+    content: str,
+    *,
+    size: float = _FONT,
+    anchor: str = "start",
+    fill: str = "black",
 ) -> str:
     """Writes text whose middle line is at ``y``."""
     y += 0.35 * size
