@@ -177,10 +177,11 @@ def of_schedules(
 _NO_DEVICES = OnDevices()
 
 _COMPARED = (
-    "All are of one model: chunks share the work of a stage. v: chunks per stage. peak: in flight "
-    "on the stage that keeps the most, in microbatches of a full stage. Bubbles, by clock: free "
-    "waits for inputs alone, as papers draw; device is that of the program on GPUs, and time is on "
-    "it."
+    "All schedules run one model: chunks share the work of a stage. v: chunks per stage. peak: "
+    "activations in flight on the stage that keeps most, in microbatches of a full stage. free, "
+    "device: the bubble on the free-running clock of papers, and on the device clock, which is the "
+    "program's. makespan: that of a step on the device clock, in the unit of the costs of a stage; "
+    "`show` takes costs of a chunk."
 )
 
 
@@ -332,7 +333,7 @@ def _instead(**given: Any) -> list[Problem]:
 
 def _print_rows(console: Console, compared: Sequence[tuple[Timeline, Timeline]]) -> None:
     sliced = any(free.schedule.num_slices > 1 for free, _ in compared)
-    columns = "schedule", "v", *(("k",) if sliced else ()), "peak", "free", "device", "time"
+    columns = "schedule", "v", *(("k",) if sliced else ()), "peak", "free", "device", "makespan"
     rows = []
     for free, device in compared:
         peak = free.in_full_stages(max(free.peak_in_flight))

@@ -54,8 +54,8 @@ def folder(tmp_path_factory):
 
 def test_a_schedule_is_shown_written_read_and_timed(folder):
     done = shell(folder, "".join(blocks(SCHEDULE, "sh")))
-    assert "mine:late_weights, p=4 v=1 m=8" in done.out
-    assert "\nlate, p=4 v=1 m=8" in done.out
+    assert "mine:late_weights, 4 stages, 8 microbatches" in done.out
+    assert "\nlate, 4 stages, 8 microbatches" in done.out
     assert (folder / "late.svg").read_text().startswith("<?xml")
     program, derived = (block for block in blocks(SCHEDULE, "python") if "# mine.py" not in block)
     done = shell(folder, f"python -c '{program}{derived}'")

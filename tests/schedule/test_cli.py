@@ -24,7 +24,7 @@ def test_show_draws_one_clock_and_reports_every(clock, capsys):
         assert "makespan 33" in title
         assert sum(line.startswith("also 1f1b-fused, ") for line in lines) == 1
     for name in ("free-running", "device"):
-        assert f"{name}: makespan 33, bubble 27.3%" in out
+        assert f"{name} clock: makespan 33, bubble 27.3%" in out
     assert "peak in flight, per stage: 4, 3, 2, 1" in out
     assert "\x1b" not in out
 
@@ -32,7 +32,7 @@ def test_show_draws_one_clock_and_reports_every(clock, capsys):
 @pytest.mark.parametrize(
     ("costs", "says"),
     [
-        ("1,1.4,0.8,0.3", r"also hanayo-fused-published, .* device: makespan"),
+        ("1,1.4,0.8,0.3", r"also hanayo-fused-published, .* device clock: makespan"),
         ("1,1.2,0.8", "in the published order: none for these costs ends sooner on the device"),
     ],
 )
@@ -50,8 +50,8 @@ def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
         ("a.csv", [], "0F0,"),
         ("a.html", [], "<!doctype html>"),
         ("a.json", [], '{"traceEvents"'),
-        ("a.txt", [], "gpipe, p=4 "),
-        ("a", [], "gpipe, p=4 "),
+        ("a.txt", [], "gpipe, 4 stages"),
+        ("a", [], "gpipe, 4 stages"),
         ("a.txt", ["--format", "csv"], "0F0,"),
     ):
         out = tmp_path / file
@@ -150,7 +150,7 @@ def test_validate_says_why_it_does_not_draw(tmp_path, capsys):
     assert main(["show", "1f1b", *SHAPE, "--out", str(file)]) == 0
     assert main(["validate", str(file), "--costs", "1e-6,1,1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("1f1b, p=4 v=1 m=8, (F, B, W)=(1e-06, 1, 1), device")
+    assert out.startswith("1f1b, 4 stages, 8 microbatches; F, B, W take 1e-06, 1, 1; device")
     assert "\nValid, but not drawn. A drawing in text needs " in out
     assert "peak in flight, per stage: 4, 3, 2, 1" in out
     assert main(["show", str(file), "--costs", "1e-6,1,1"]) == 2
@@ -162,7 +162,7 @@ def test_show_takes_a_users_own_file(tmp_path, capsys, file):
     path = tmp_path / file
     path.write_text("0F0,0B0\n")
     assert main(["show", str(path)]) == 0
-    assert "mine, p=1 v=1 m=1" in capsys.readouterr().out
+    assert "mine, 1 stage, 1 microbatch;" in capsys.readouterr().out
     for options, expected in (
         (["--stages", "1", "--chunks", "1"], "leave out --chunks"),
         (["--stages", "2"], "is not a schedule for --stages 2.\nNearest valid: --stages 1."),
@@ -176,7 +176,7 @@ GPIPE = "jaxpipe.schedule.generators.breadth_first:gpipe"
 
 def test_show_takes_a_users_own_function(capsys):
     assert main(["show", GPIPE, *SHAPE]) == 0
-    assert f"{GPIPE}, p=4 v=1 m=8" in capsys.readouterr().out
+    assert f"{GPIPE}, 4 stages, 8 microbatches" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -91,27 +91,35 @@ def shortest(timeline: Timeline) -> float:
 
 
 def caption(timeline: Timeline) -> str:
-    """One line that describes a timeline and names its clock.
+    r"""One line that describes a timeline and names its clock.
 
     Example:
       >>> from jaxpipe.schedule.generators.breadth_first import gpipe
       >>> from jaxpipe.schedule.simulate import Costs, simulate
-      >>> caption(simulate(gpipe(2, 2), Costs(1, 1, 1)))
-      'gpipe, p=2 v=1 m=2, (F, B, W)=(1, 1, 1), free-running: makespan 8, bubble 25.0%'
+      >>> print(*caption(simulate(gpipe(2, 2), Costs(1, 1, 1))).split("; "), sep="\n")
+      gpipe, 2 stages, 2 microbatches
+      F, B, W take 1, 1, 1
+      free-running clock: makespan 8, bubble 25.0%
     """
     schedule = timeline.schedule
-    chunks = "chunks that differ"
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    shape = f"{stages} stage{'s' * (stages > 1)}, "
+    if schedule.num_chunks > 1:
+        shape += f"{schedule.num_chunks} chunks each, "
+    shape += f"{microbatches} microbatch{'es' * (microbatches > 1)}"
+    if schedule.num_slices > 1:
+        shape += f" of {schedule.num_slices} slices"
+    costs = "chunks differ"
     if len(set(timeline.costs)) == 1:
-        costs = timeline.costs[0]
-        message = f", message {costs.message:g}" if costs.message else ""
-        message += ", rendezvous" * costs.rendezvous
-        attention = f", attention {costs.attention:g}" if costs.attention else ""
-        chunks = f"(F, B, W)=({costs.f:g}, {costs.b:g}, {costs.w:g}){message}{attention}"
-    slices = f" k={schedule.num_slices}" if schedule.num_slices > 1 else ""
+        of_chunk = timeline.costs[0]
+        chunk = " of a chunk" if schedule.num_chunks > 1 else ""
+        costs = f"F, B, W{chunk} take {of_chunk.f:g}, {of_chunk.b:g}, {of_chunk.w:g}"
+        costs += f", a message {of_chunk.message:g}" if of_chunk.message else ""
+        costs += ", senders wait" if of_chunk.rendezvous else ""
+        costs += f", attention {of_chunk.attention:g} of F and B" if of_chunk.attention else ""
     return (
-        f"{schedule.name}, p={schedule.num_stages} v={schedule.num_chunks} "
-        f"m={schedule.num_microbatches}{slices}, {chunks}, "
-        f"{timeline.clock}: makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
+        f"{schedule.name}, {shape}; {costs}; {timeline.clock} clock: "
+        f"makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
     )
 
 
