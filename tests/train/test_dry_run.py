@@ -138,7 +138,7 @@ def test_a_drawing_in_text_that_is_too_wide_is_left_out():
     setup.layer_costs = [1e-9, 1.0]
     said = shown(dry_run._show_timeline, setup)
     assert "A drawing in text needs" in said
-    assert "free-running: makespan" in said
+    assert "free-running clock: makespan" in said
     assert "device: makespan" in said
 
 
