@@ -139,7 +139,7 @@ def test_a_drawing_in_text_that_is_too_wide_is_left_out():
     said = shown(dry_run._show_timeline, setup)
     assert "A drawing in text needs" in said
     assert "free-running clock: makespan" in said
-    assert "device: makespan" in said
+    assert "device clock: makespan" in said
 
 
 # Parameters and memory.
