@@ -59,20 +59,28 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     return lax.while_loop(lambda through: through[0], once, through)[1]
 
 
+def always(index: Index) -> jax.Array:
+    """True, which XLA does not know: no device, stage, slot or row has a negative number.
+
+    Of a condition that XLA knows it leaves out the loop: it would inline the body, mix its work
+    with that of other ticks, and give results buffers of their own.
+    """
+    return index >= 0
+
+
 def overwrite(old: jax.Array, new: jax.Array, slot: Index) -> jax.Array:
-    """``new``, as something that reads the array it overwrites; a slot is never negative.
+    """``new``, as something that reads the array it overwrites.
 
     An array that is overwritten whole depends on nothing that the tick loop carries: XLA would
     gather every chunk of unrolled weights before the first tick, and keep them all.
 
     Test: ``test_compiled.py::test_temporaries_are_no_more_than_those_of_stacked_weights``.
     """
-    return jnp.where(slot >= 0, new, old)
+    return jnp.where(always(slot), new, old)
 
 
 def after(first: Tree, then: Tree, device: Index) -> Tree:
-    """``then``, as something that reads an element of every array of ``first``; a device's index is
-    never negative.
+    """``then``, as something that reads an element of every array of ``first``.
 
     XLA's CPU client runs at the same time what does not depend on each other, also loops and
     collectives, and has forgotten barriers by then. Two gathers of the same devices at once end the
@@ -82,4 +90,4 @@ def after(first: Tree, then: Tree, device: Index) -> Tree:
     copy, ``make plan-memory``.
     """
     read = sum(w[(0,) * w.ndim].astype(jnp.float32) for w in jax.tree.leaves(first) if w.size)
-    return jax.tree.map(lambda w: jnp.where(device >= 0, w, jnp.asarray(read, w.dtype)), then)
+    return jax.tree.map(lambda w: jnp.where(always(device), w, jnp.asarray(read, w.dtype)), then)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpipe.runtime.barriers import Carry, run_if, tie
+from jaxpipe.runtime.barriers import Carry, always, run_if, tie
 from jaxpipe.runtime.indices import repeat
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Cut, Leaf, MeshLayout, communicate
@@ -243,11 +243,8 @@ class LayersOnMesh(MeshLayout):
         return type(self._local.canonical)(layers)
 
     def _in_turn(self, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
-        """Runs ``body(carry)`` in a loop, which XLA neither inlines nor runs beside another one.
-
-        A device's index is never negative, but XLA does not know that.
-        """
-        return run_if(lax.axis_index(self.axes.names) >= 0, body, carry)
+        """Runs ``body(carry)`` in a loop, which XLA neither inlines nor runs beside another one."""
+        return run_if(always(lax.axis_index(self.axes.names)), body, carry)
 
     def _layers_in_order(self) -> list[tuple[int, tuple[int, int, int]]]:
         """Lists every layer's number and place."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.barriers import after, tie
+from jaxpipe.runtime.barriers import after, always, tie
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
@@ -234,9 +234,7 @@ def _at_edge(
     if not len(edge.chunk):
         return through
     moves = Transfer(*(jnp.asarray(column)[:, stage] for column in edge))
-    # A stage is never negative, but XLA does not know that: it would inline loops of known length,
-    # and give the result of a reduction outside a loop a buffer of its own on CPUs.
-    moves = moves._replace(chunk=jnp.where(stage >= 0, moves.chunk, NONE))
+    moves = moves._replace(chunk=jnp.where(always(stage), moves.chunk, NONE))
     return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
 
 
@@ -272,10 +270,9 @@ def tick(
 ) -> Carried:
     """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights
-    # A device's index is never negative, but XLA does not know that. In a body that runs once it
-    # would leave out the loops of an embedding or a head, and mix their work with other ticks'.
+    # In a body that runs once, XLA would leave out the loops of an embedding or a head.
     device = lax.axis_index(fixed.axes.names)
-    runs = jax.tree.map(lambda number: jnp.where(device >= 0, number, NONE), row.outer)
+    runs = jax.tree.map(lambda number: jnp.where(always(device), number, NONE), row.outer)
     row = row._replace(outer=runs)
     arriving = send_late(fixed.table, parts, carried.sent, fixed.axes)
     gathered: Tree = []

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe.runtime.barriers import after, run_if, tie
+from jaxpipe.runtime.barriers import after, always, run_if, tie
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Env, Eqn, Eqns
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
@@ -214,8 +214,7 @@ class PerUnit:
             among = list(zip(layouts, results, places, strict=True))
             stored = [layout.read(arrays, place) for layout, arrays, place in among]
             # Written outside the loop: XLA would compute the result again from what it overwrites.
-            # A stage is never negative; XLA does not know that, or it would leave out the loop.
-            stored = run_if((index >= 0) & (at[0] >= 0), renew, stored)
+            stored = run_if((index >= 0) & always(at[0]), renew, stored)
             return [
                 layout.write(arrays, place, new)
                 for (layout, arrays, place), new in zip(among, stored, strict=True)
