@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml
 	touch $(INSTALLED)
 
 train: setup  # data and a run of CONFIG, by default configs/gpt-tiny.yaml
-	$(BIN)/python -m train.prepare --config $(CONFIG)
+	$(BIN)/python -m train.prepare --config $(CONFIG) $(ARGS)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
 
 test: setup  # the tests of every change
@@ -39,7 +39,8 @@ test-faults: setup  # kills, damage and lost processes
 test-parity:  # models against PyTorch
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
-	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py tests/end_to_end/test_fine_tuning.py
+	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py \
+		tests/models/test_adapters.py tests/end_to_end/test_fine_tuning.py
 
 # Pages in a headless browser: Debian's package chromium, or what `playwright install chromium` loads.
 test-browser: setup  # pages in a headless browser

@@ -24,6 +24,7 @@ from flax import nnx
 from jaxpipe import Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
+from models.adapters import attach, linear_maps
 from models.attention import Attention, empty_cache
 from models.block_attention import document_starts
 from models.blocks import (
@@ -148,7 +149,8 @@ class Block(nnx.Module):
         config = self.config
         is_usual = config.pre_norm and config.residual == "sequential"
         is_dense = isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
-        return is_usual and is_dense and config.residual_scale == 1 and not config.dropout
+        is_plain = config.residual_scale == 1 and config.adapters is None
+        return is_usual and is_dense and is_plain and not config.dropout
 
     def _branch(self, dropout, y):
         return _scaled(self.sharing.dropout(dropout, y), self.config.residual_scale)
@@ -493,15 +495,63 @@ def next_logits(
     return _scores(config, params, x[:, -1:])[:, 0], caches
 
 
+def linear_map_names(config: GPTConfig) -> list[str]:
+    """Lists the paths in a layer of all linear maps, such as "attention/qkv": see `Adapters`."""
+    plain = dataclasses.replace(config, adapters=None)
+    blocks = [nnx.eval_shape(lambda kind=kind: _block(plain, kind, rngs=nnx.Rngs(0)))
+              for kind in dict.fromkeys(config.layer_kinds)]  # fmt: skip
+    return list(dict.fromkeys(path for block in blocks for path, *_ in linear_maps(block)))
+
+
+def with_adapters(config: GPTConfig, number: int, layer: PyTree, rng: jax.Array) -> PyTree:
+    """Makes a layer's parameters of those that it has without ``config.adapters``.
+
+    Args:
+      config: the model's shape.
+      number: number of the layer.
+      layer: its parameters in the model without adapters.
+      rng: one key.
+    """
+    return _with_adapters(config, config.layer_kinds[number])(layer, rng)
+
+
+@functools.cache
+def _with_adapters(config, kind):
+    def make(layer, rng):
+        plain = dataclasses.replace(config, adapters=None)
+        block = _block(plain, kind, rngs=nnx.Rngs(rng))
+        state = nnx.state(block, nnx.Param)
+        nnx.replace_by_pure_dict(state, layer)
+        nnx.update(block, state)
+        attach(block, config.adapters, rngs=nnx.Rngs(rng))
+        return stateful(block)[1]
+
+    return jax.jit(make)
+
+
 def num_parameters(config: GPTConfig) -> int:
-    """Parameters of the whole model; a tied table counts once.
+    """Parameters of the whole model with its adapters; a tied table counts once.
 
     Example:
       >>> num_parameters(GPTConfig.gpt2_124m())
       124439808
     """
-    parts = [_outer_shapes(config), *(_layer_shapes(config, kind) for kind in config.layer_kinds)]
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
+    plain = dataclasses.replace(config, adapters=None)
+    parts = [_outer_shapes(plain), *(_layer_shapes(plain, kind) for kind in config.layer_kinds)]
+    own = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
+    return own + num_adapter_parameters(config)
+
+
+def num_adapter_parameters(config: GPTConfig) -> int:
+    """Parameters of the adapters alone, which are trained."""
+    if config.adapters is None:
+        return 0
+    layers = [_layer_shapes(config, kind) for kind in config.layer_kinds]
+    return sum(
+        math.prod(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(layers)
+        if path[-1].key in ("lora_a", "lora_b")
+    )
 
 
 def flops_per_token(config: GPTConfig) -> int:
@@ -512,9 +562,11 @@ def flops_per_token(config: GPTConfig) -> int:
     as many experts as a token is sent to. The second term is the attention scores and their use,
     with A the width of all heads (the mean of keys' and values') and S the tokens that a position
     sees, not halved for causality.
-    Recomputation is not counted.
+    Recomputation is not counted. With adapters, weights have no gradients: 4 N in place of 6 N, and
+    6 for each parameter of an adapter.
     """
-    num_multiplied = num_parameters(config)
+    num_adapting = num_adapter_parameters(config)
+    num_multiplied = num_parameters(config) - num_adapting
     if config.positions == "learned":
         num_multiplied -= (config.first_position + config.sequence_length) * config.width
     if not config.tied:
@@ -532,7 +584,8 @@ def flops_per_token(config: GPTConfig) -> int:
         min(config.window or length, length) if kind.is_local else length
         for kind in config.layer_kinds
     )
-    return 6 * num_multiplied + 6 * widths * seen
+    per_weight = 6 if config.adapters is None else 4
+    return per_weight * num_multiplied + 6 * num_adapting + 6 * widths * seen
 
 
 def _mlp(config, rngs, sharing):
@@ -611,8 +664,11 @@ def _functions(config, kind, sharing=WHOLE):
     return stateful(nnx.eval_shape(lambda: _block(config, kind, sharing=sharing, rngs=nnx.Rngs(0))))
 
 
-def _block(config, kind, **options):
-    return (FurtherBlock if kind.is_further else Block)(config, kind, **options)
+def _block(config, kind, *, rngs, **options):
+    block = (FurtherBlock if kind.is_further else Block)(config, kind, rngs=rngs, **options)
+    if config.adapters is not None:
+        attach(block, config.adapters, rngs=rngs)
+    return block
 
 
 def _with_state(config, layers, x, state):

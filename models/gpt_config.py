@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxpipe.errors import Problem
 from models import validation
+from models.adapters import Adapters
 from models.blocks import GATED, INIT_STDDEV
 
 _EXPERT_COUNTS = (
@@ -152,6 +153,7 @@ class GPTConfig(validation.Validated):
       mtp_loss: coefficient of the loss of a further layer, which predicts the token after the next
         from the last layer's output and the next token's embedding (multi-token prediction:
         DeepSeek-AI 2024, section 2.2). The layer is not counted in ``num_layers``; None for none.
+      adapters: low-rank adapters of the layers' linear maps; None trains the maps themselves.
       model_type: the family of the transformers library that `models.hugging_face` read it from, as
         which it is written if the shape still fits; configs that differ in nothing else are equal.
 
@@ -240,6 +242,7 @@ class GPTConfig(validation.Validated):
     z_loss: float = 0.0
     qk_clip: float | None = None
     mtp_loss: float | None = None
+    adapters: Adapters | None = None
     model_type: str | None = dataclasses.field(default=None, compare=False)
 
     def problems(self) -> Iterator[Problem]:

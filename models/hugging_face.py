@@ -43,7 +43,7 @@ from models.hugging_face_files import (
 
 PyTree = Any
 
-ADAPTER = "adapter_config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 LEAVES = {
     "kernel": "weight",
@@ -226,6 +226,94 @@ def save(
         library().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         replace_model(folder, partial)
+
+
+def save_adapters(folder: str | Path, config: GPTConfig, params: PyTree, *, base: str) -> None:
+    """Writes the adapters of a model as the ``peft`` library reads them.
+
+    A module of the library that holds several linear maps of ours gets the ranks of all of them.
+
+    Args:
+      folder: made if it does not exist.
+      config: the model's shape, with adapters.
+      params: canonical parameters.
+      base: folder of the model that is adapted.
+
+    Raises:
+      ValueError: a config that no family of the library has, a folder that holds a model, or
+        adapters of MLPs beside experts, whose names ``peft`` takes for those of experts.
+    """
+    adapters, config = config.adapters, dataclasses.replace(config, adapters=None)
+    assert adapters is not None
+    family, folder = FAMILIES[_model_type(config)], Path(folder)
+    if (folder / CONFIG).exists():
+        raise ValueError(f"{folder} holds a model's {CONFIG}. Remove it, or name another folder.")
+    names = _names(family, config)
+    leaves = {_path(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path({"params": params})}
+    adapted = [path.removesuffix("lora_b") for path in leaves if path.endswith("/lora_b")]
+    of_mlps = [path.strip("/") for path in adapted if "/mlp/" in path]
+    if config.num_experts is not None and of_mlps:
+        raise ValueError(
+            f"peft takes the modules of {shortened_list(of_mlps)} for experts. Write the merged "
+            "model, or train adapters of attention alone."
+        )
+
+    def modules(path: str, layer: int = 0) -> tuple[str, ...]:
+        stored = (stored_name(name, family.fused) for name in names[path + "kernel"].layers[layer])
+        return tuple(dict.fromkeys(name.removesuffix(".weight") for name in stored))
+
+    def ups(path: Any, kernel: jax.ShapeDtypeStruct) -> np.ndarray | None:
+        own = _path(path).removesuffix("kernel")
+        if own == _path(path) or own + "kernel" not in names or modules(own) not in groups:
+            return None
+        group = groups[modules(own)]
+        rows = [np.asarray(leaves[own + "lora_b"]) if path == own
+                else np.zeros((*kernel.shape[:-2], adapters.rank, kernel.shape[-1]), np.float32)
+                for path in group]  # fmt: skip
+        return np.concatenate(rows, axis=-2)
+
+    groups = {
+        modules(path): [p for p in adapted if modules(p) == modules(path)] for path in adapted
+    }
+    trees = jax.tree_util.tree_map_with_path(ups, _shapes(family, config))
+    tensors, wider = _tensors(family, config, trees), dict[str, int]()
+    written: dict[str, np.ndarray] = {}
+    for path in adapted:
+        group = groups[modules(path)]
+        downs = np.concatenate([np.asarray(leaves[p + "lora_a"]) for p in group], axis=-1)
+        for n in range(len(names[path + "kernel"].layers)):
+            down = downs[n] if names[path + "kernel"].stacked else downs
+            for name in modules(path, n):
+                module = family.prefix + name
+                up = tensors[f"{module}.weight"]
+                key = f"base_model.model.{module}.lora"
+                written[f"{key}_A.weight"] = np.ascontiguousarray(down.T)
+                written[f"{key}_B.weight"] = np.ascontiguousarray(
+                    up.T if family.kernels_as_ours else up
+                )
+                if len(group) > 1:
+                    wider[module] = len(group)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "rank_pattern": {module: count * adapters.rank for module, count in wider.items()},
+        "alpha_pattern": {module: count * adapters.alpha for module, count in wider.items()},
+        "lora_dropout": adapters.dropout,
+        "target_modules": sorted(
+            name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            for name in written
+            if name.endswith(".lora_A.weight")
+        ),
+        "fan_in_fan_out": family.kernels_as_ours,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    library().numpy.save_file(written, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER).write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _model_type(config: Config) -> str:

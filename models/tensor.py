@@ -135,13 +135,14 @@ def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
       qkv: widths of queries, keys and values, where they lie in one kernel.
     """
 
-    def spec(path: tuple[Any, ...], _: Any) -> Any:
+    def spec(path: tuple[Any, ...], leaf: Any) -> Any:
         owner, name = (getattr(entry, "key", None) for entry in path[-2:])
         if name == "sinks":
             return P(axis)
-        if owner in _COLUMNS:
-            columns = P(None, axis) if name == "kernel" else P(axis)
+        if owner in _COLUMNS and name != "lora_a":
+            columns = P(axis) if name == "bias" else P(None, axis)
             return Joined(columns, qkv) if owner == "qkv" else columns
-        return P(axis, None) if owner in _ROWS and name == "kernel" else None
+        has_inputs = name in ("kernel", "lora_a") or (name == "kernel_scale" and leaf.shape[-2] > 1)
+        return P(axis, None) if owner in _ROWS and has_inputs else None
 
     return jax.tree_util.tree_map_with_path(spec, layer)

@@ -305,6 +305,9 @@ class TrainConfig(Section):
     """Number of the latest checkpoints to keep; the best one is kept as well."""
     keep_every: Annotated[int | None, Range(1)] = None
     """Checkpoints of steps that are multiples of it are kept for good; null keeps none of them."""
+    trainable: list[str] | None = None
+    """Patterns of the parameters that are trained, such as "layers/*norm*" or "head/*"; others have
+    neither gradients nor optimizer state. None trains all, or with lora.rank the adapters alone."""
     noise_every: Natural = 0
     """Steps from one estimate of the noise scale to the next, at a step's time each; 0 is off."""
     profile_from: Annotated[int | None, Range(1)] = None
@@ -313,6 +316,24 @@ class TrainConfig(Section):
     """Last step of the profile; None for the first step only."""
     timeline_at: Annotated[int | None, Range(1)] = None
     """Step before which a timeline of the stages is measured: timeline.html and .json."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on the linear maps of frozen layers (task gpt): only they are trained, and
+    what train.trainable names."""
+
+    rank: Natural = 0
+    """Rank of the adapters; 0 for none."""
+    alpha: Positive = 16.0
+    """alpha / rank multiplies what an adapter adds."""
+    targets: list[str] = ["*"]
+    """Patterns of the linear maps that have adapters, by their paths in a layer or the ends of
+    these: "qkv", "attention/*", "mlp/up". All have by default; experts and routers cannot."""
+    dropout: Beta = 0.0
+    """Probability with which an adapter drops a number of its input."""
+    base: Literal["float32", "int8", "nf4"] = "float32"
+    """Form in which the kernels of all linear maps are kept: int8 with a factor per output, or
+    4-bit NormalFloat with a factor per 64 inputs of an output."""
 
 
 class SampleConfig(Section):
@@ -374,6 +395,7 @@ class Config(Section):
     asynchronous: AsynchronousConfig = AsynchronousConfig()
     costs: CostsConfig = CostsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -23,6 +23,7 @@ from jaxpipe.schedule import (
     lower,
     to_json,
 )
+from models.adapters import TRAINED
 from train.config import Config
 
 _SYNCHRONOUS = "1f1b"
@@ -77,6 +78,14 @@ def remat(config: Config) -> str:
     """Names what layers keep, as `jaxpipe.Pipeline` takes it."""
     wanted = config.pipeline.remat
     return "none" if wanted == "auto" and is_asynchronous(config) else wanted
+
+
+def trainable(config: Config) -> list[str] | None:
+    """Lists patterns of the parameters that are trained; None for all."""
+    patterns = config.train.trainable
+    if config.lora.rank:
+        return [TRAINED, *(patterns or ())]
+    return patterns
 
 
 def weight_slots(config: Config, *, platform: str) -> int:

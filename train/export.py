@@ -18,6 +18,7 @@ import tyro
 
 from jaxpipe.errors import printable
 from models import hugging_face
+from models.adapters import merged
 from models.hugging_face_fields import TokenIds
 from train import initial, tasks
 from train.config import Config
@@ -38,6 +39,9 @@ class Options:
     FOLDER@ema, FOLDER@best@ema and FOLDER@STEP@ema are the moving average of its weights."""
     out: Path
     """Folder to write; a model in it is replaced."""
+    adapters: bool = False
+    """Write the adapters of lora.rank alone, as the peft library reads them; else they are merged
+    with the weights that they adapt."""
     data_path: Path | None = None
     """Prepared folder of the run, if it has moved: its tokenizer is written, too."""
 
@@ -84,11 +88,37 @@ def export(options: Options) -> str:
     shapes = _shapes(task)
     arrays = checkpoint.restore_weights(checkpoints, step, shapes, averaged=source.averaged)
     params, layers = arrays["params"], arrays.get("layers")
-    hugging_face.save(options.out, task.shape, params, layers, token_ids=ids)
+    what = source.what
+    if options.adapters:
+        _save_adapters(options.out, task.shape, params, config)
+        what = "adapters"
+    else:
+        shape = task.shape
+        if config.lora.rank:
+            params = params | {"layers": merged(params["layers"], shape.adapters)}
+            shape = dataclasses.replace(shape, adapters=None)
+        hugging_face.save(options.out, shape, params, layers, token_ids=ids)
     if tokenizer is not None:
         _write(options.out, tokenizer)
-    parts = f"{source.what}, configuration{', tokenizer' if tokenizer is not None else ''}"
+    parts = f"{what}, configuration{', tokenizer' if tokenizer is not None else ''}"
     return f"{options.out}: {parts} of {source.name}, step {step}"
+
+
+def _save_adapters(out: Path, shape: Any, params: PyTree, config: Config) -> None:
+    """Writes adapters alone; raises ValueError if they are not all that was trained."""
+    if not config.lora.rank:
+        raise ValueError("The run trained no adapters: its lora.rank is 0.")
+    if config.train.trainable:
+        raise ValueError(
+            f"The run also trained train.trainable={config.train.trainable}, which no adapter "
+            "holds. Leave --adapters out: the merged model has all of it."
+        )
+    if config.init_from is None or initial.parse(config.init_from).is_run:
+        raise ValueError(
+            f"The adapters belong to the weights of init_from={config.init_from}, which is no "
+            "Hugging Face folder. Leave --adapters out: the merged model has both."
+        )
+    hugging_face.save_adapters(out, shape, params, base=config.init_from)
 
 
 def _shapes(task: Any) -> dict[str, PyTree]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxpipe import Checkpoints, load_params
 from models import hugging_face
-from train import tasks
+from train import adapters, tasks
 from train.config import Config, upgraded
 from train.config_file import load_yaml
 from train.data.folder import TOKENIZER_FILE
@@ -167,6 +167,9 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
         yield from (Failure(f"{what}: {line}", ("init_from",)) for line in str(error).split("\n"))
         return
     yield from _other_model(config, task, model)
+    if source.is_run:
+        then = Config.model_validate(upgraded(load_yaml(source.folder / run_folder.CONFIG_FILE)))
+        yield from adapters.others(then, config, source.name)
     tokenizer = source.folder / TOKENIZER_FILE
     if tasks.find(config.task).data_kind == "text" and tokenizer.is_file() and not source.is_run:
         yield from _other_tokenizer(config, tokenizer)
@@ -249,7 +252,8 @@ def _from_hugging_face(setup: Setup, path: Path, console: Console) -> tuple[PyTr
     """Reads placed parameters, layer by layer, and canonical states."""
     folder = hugging_face.Folder(path)
     say(console, f"weights of {path}")
-    return load_params(setup.pipe, folder.read), folder.read_state()
+    read = adapters.reader(setup.task.shape, folder.read, setup.config.train.seed)
+    return load_params(setup.pipe, read), folder.read_state()
 
 
 def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, PyTree]:
@@ -261,6 +265,7 @@ def _from_run(setup: Setup, source: Source, console: Console) -> tuple[PyTree, P
     then = Config(**saved["config"])
     checkpoint.require_drained(saved, step)
     failures = list(_other_model(config, then.task, then.model.model_dump()))
+    failures += adapters.others(then, config, source.name)
     kind, digest = setup.task.data_kind, setup.task.data_digest()
     if kind not in (None, "images") and saved["data_sha256"] != digest:
         failures.append(_tokenizer_failure(config, then.data.path))

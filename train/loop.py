@@ -23,7 +23,7 @@ from jaxpipe.checkpoint import Fetch, Found
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from jaxpipe.testing import find_nan
-from train import configured, evaluation, initial
+from train import adapters, configured, evaluation, initial
 from train.config import Config
 from train.configured import Choice
 from train.data import stream
@@ -194,8 +194,11 @@ def headline(setup: Setup) -> str:
     replicas = f" in {config.mesh.replica} replicas" if config.mesh.replica > 1 else ""
     shared = "".join(f" x {n} {name} devices" for name, n in config.mesh.model_axes().items())
     expert = f" ({config.mesh.expert} share experts)" if config.mesh.expert > 1 else ""
+    trained = ""
+    if (patterns := configured.trainable(config)) is not None:
+        trained = f", of which {adapters.num_trained(patterns, setup.shapes):,} are trained,"
     return (
-        f"{setup.task.num_parameters():,} parameters on {config.mesh.stage} stages x "
+        f"{setup.task.num_parameters():,} parameters{trained} on {config.mesh.stage} stages x "
         f"{config.mesh.data} data shards{replicas}{expert}{shared} ({device.device_kind}, "
         f"{jax.process_count()} processes); "
         f"schedule {config.pipeline.schedule}, {config.pipeline.microbatches} microbatches, "

@@ -199,6 +199,7 @@ class Setup:
             schedule=order,
             layer_counts=counts,
             mesh=self.mesh,
+            trainable=configured.trainable(self.config),
             compute_dtype=self.config.pipeline.compute_dtype,
             fp8=self.config.pipeline.fp8.split(",") if self.config.pipeline.fp8 else (),
             remat=configured.remat(self.config),

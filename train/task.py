@@ -53,6 +53,7 @@ class Task(abc.ABC):
       unit: unit of which a row holds several, in the plural, such as "tokens".
       loss_unit: unit of the loss, such as "nats"; empty for a number without a unit.
       slices: whether layers run sequences slice by slice, as their model's `jaxpipe.Model.carry`.
+      adapts: whether its layers can have low-rank adapters.
       data_options: fields of the section ``data``, beside ``path``, that the family reads.
       data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
       report_file: the file that `report` writes to the run folder; None if it writes none.
@@ -71,6 +72,7 @@ class Task(abc.ABC):
     unit: ClassVar[str]
     loss_unit: ClassVar[str] = ""
     slices: ClassVar[bool] = False
+    adapts: ClassVar[bool] = False
     data_options: ClassVar[tuple[str, ...]] = ()
     data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 
 import numpy as np
@@ -42,6 +43,20 @@ NEAREST = {
         "pipeline.weights=stacked, or pipeline.update=step."
     ),
     "pipeline.pair_layers: true": "null, or pipeline.schedule=dualpipe-v-published",
+    # Adapters and frozen parameters.
+    "lora.rank: 4, lora.targets: [v_proj]": "attention/qkv. There are attention/out",
+    "lora.rank: 4, lora.targets: [mlp/uo]": "mlp/up or mlp/down. There are",
+    "lora.rank: 4, lora.targets: []": "attention/out, attention/qkv, mlp/down, mlp/gate, mlp/up",
+    "lora.targets: [qkv]": "lora.rank=8.",
+    "lora.rank: 4, pipeline.schedule: 2bw": "pipeline.schedule=1f1b.",
+    "lora.rank: 4, lora.dropout: 0.1, mesh.tensor: 2": "lora.dropout=0, or mesh.tensor=1.",
+    "lora.rank: 4, lora.base: int8, pipeline.fp8: '*kernel'": "pipeline.fp8=None.",
+    "lora.rank: 4, lora.base: int8, train.trainable: ['layers/*']": (
+        "lora.base=float32, or a pattern"
+    ),
+    "lora.rank: 4, optimizer.ema_decay: 0.9": "optimizer.ema_decay=0.",
+    "train.trainable: [layers/mlp/upp/kernel]": "layers/mlp/up/kernel",
+    "train.trainable: []": "None, for all.",
     # Devices that share a layer.
     "mesh.tensor: 8, model.num_heads: 4": "model.num_heads=8, or mesh.tensor=4.",
     "mesh.tensor: 4, model.num_heads: 12, model.num_kv_heads: 3, model.head_size: 4": (
@@ -321,7 +336,7 @@ def _integers(section, prefix=""):
             yield from _integers(value, f"{prefix}{name}.")
         elif isinstance(value, dict) or "tuple" in str(field.annotation):
             continue
-        elif "int" in str(field.annotation).replace("'", " "):
+        elif re.search(r"\bint\b", str(field.annotation)):
             yield f"{prefix}{name}"
 
 

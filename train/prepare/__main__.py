@@ -1,11 +1,13 @@
 """The command line: ``python -m train.prepare [text | images | translation] --out FOLDER``.
 
 ``python -m train.prepare --config FILE`` prepares what ``data.prepare`` and ``data.path`` of a
-configuration say, if they say anything.
+configuration say, if they say anything; for a text with the tokenizer of ``init_from``, if it has
+one. Of the trainer's options behind it, ``--data.path`` and ``--init-from`` are read.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import shlex
 import sys
@@ -16,9 +18,8 @@ from typing import Any
 import tyro
 
 from jaxpipe.errors import printable
-from train.config import DataConfig
 from train.config_file import load_yaml, validate
-from train.data.folder import KINDS
+from train.data.folder import KINDS, TOKENIZER_FILE
 from train.errors import ConfigError
 from train.prepare import images, text, translation
 
@@ -33,16 +34,16 @@ assert tuple(_COMMANDS) == KINDS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 2 after a message when the input or the disk is at fault."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["--config"] and len(arguments) == 2:
+    if arguments[:1] == ["--config"] and len(arguments) > 1:
         try:
-            data = _data_section(Path(arguments[1]))
+            of_config = _arguments(arguments)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        if data.prepare is None:
+        if of_config is None:
             print(f"{arguments[1]} names no data.prepare: its data is yours to prepare")
             return 0
-        arguments = [*shlex.split(data.prepare), "--out", data.path]
+        arguments = of_config
     kind = KINDS[0] if not arguments or arguments[0].startswith("-") else arguments.pop(0)
     if kind not in _COMMANDS:
         near = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.0)[0]
@@ -69,12 +70,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _data_section(path: Path) -> DataConfig:
-    """The section of a file that says how to prepare its data; training checks the others."""
-    config, failures = validate({"data": load_yaml(path).get("data", {})}, source=str(path))
+def _arguments(given: Sequence[str]) -> list[str] | None:
+    """Makes the arguments that a configuration names, if any; training checks its other sections.
+
+    Raises:
+      ConfigError: the file cannot be read, or its data section is wrong.
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--config", "--init-from", "--data.path"):
+        finder.add_argument(option)
+    options = vars(finder.parse_known_args(given)[0])
+    raw = load_yaml(Path(options["config"]))
+    config, failures = validate({"data": raw.get("data", {})}, source=options["config"])
     if failures:
         raise ConfigError(failures)
-    return config.data
+    if config.data.prepare is None:
+        return None
+    arguments = [
+        *shlex.split(config.data.prepare),
+        "--out",
+        options["data.path"] or config.data.path,
+    ]
+    weights = Path(str(options["init_from"] or raw.get("init_from")))
+    if arguments[0] == KINDS[0] and (weights / TOKENIZER_FILE).is_file():
+        arguments += ["--tokenizer", str(weights)]
+    return arguments
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import DamagedError, Found, reading
-from train import configured, tasks
+from train import adapters, configured, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, refused
 from train.optimizers import AVERAGE
@@ -242,6 +242,16 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
         for name in ("name", "arguments", "ema_decay")
         if (now := getattr(config.optimizer, name)) != (then_ := getattr(before.optimizer, name))
     ]
+    failures += adapters.others(before, config, f"the checkpoint in run_dir={config.run_dir}")
+    if before.train.trainable != config.train.trainable:
+        failures.append(
+            Failure(
+                f"train.trainable={config.train.trainable} cannot continue the optimizer's state "
+                f"of the checkpoint in run_dir={config.run_dir}. Nearest valid: "
+                f"{before.train.trainable}, or another --run-dir.",
+                ("train.trainable",),
+            )
+        )
     if (before.data.rows is None) != (config.data.rows is None):
         failures.append(
             Failure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import gpt
+from models.adapters import Adapters
 from models.qk_clip import qk_clip
 from models.sample import sample
 from models.tensor import divides_heads
@@ -31,6 +33,8 @@ class GPT(Task):
     unit = "tokens"
     loss_unit = "nats"
     slices = True
+    adapts = True
+    fixed = ("adapters",)
     data_options = ("mix", "documents", "rows")
     data_kind = "text"
     report_file = "sample.txt"
@@ -38,6 +42,12 @@ class GPT(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        if (lora := config.lora).rank:
+            of_layers = Adapters(
+                lora.rank, lora.alpha, tuple(lora.targets), lora.dropout, lora.base
+            )
+            self.shape = dataclasses.replace(self.shape, adapters=of_layers)
+            self.dropout = self.dropout or lora.dropout > 0
         self.units_per_row = self.shape.sequence_length
         self.num_layers = self.shape.num_layers + self.shape.num_further
 

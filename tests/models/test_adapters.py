@@ -1,0 +1,152 @@
+"""Adapters and rounded weights: what they compute, in a pipeline and in the peft library."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import hugging_face_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpipe
+from jaxpipe import testing, unpipelined
+from jaxpipe.measure import predicted_bytes
+from models import gpt, hugging_face
+from models.adapters import NF4, TRAINED, Adapters, merged, rounded, whole
+from models.gpt_config import GPTConfig
+
+CONFIG = GPTConfig(
+    vocab_size=40, sequence_length=8, num_layers=4, width=24, num_heads=4, num_kv_heads=2,
+    mlp_width=48, tied=False, qkv_bias=True,
+)  # fmt: skip
+
+
+def adapted(config: GPTConfig, **options) -> tuple[GPTConfig, dict]:
+    """A model whose adapters do not begin at zero, and its parameters."""
+    config = dataclasses.replace(config, adapters=Adapters(**{"rank": 3, "alpha": 5.0} | options))
+    drawn = np.random.default_rng(0)
+
+    def leaf(path, w):
+        is_zero = path[-1].key == "lora_b"
+        return np.float32(drawn.normal(size=w.shape) / 4) if is_zero else np.asarray(w)
+
+    params = jax.jit(functools.partial(gpt.init, config))(jax.random.key(1))
+    return config, jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def tokens(config: GPTConfig, rows: int) -> np.ndarray:
+    drawn = np.random.default_rng(2)
+    return drawn.integers(
+        config.vocab_size, size=(rows, config.sequence_length + 1), dtype=np.int32
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "plain"),
+    [
+        ("float32", hugging_face_models.DECODERS["qwen2_moe"]),  # whose layers differ
+        ("int8", CONFIG),
+        ("nf4", CONFIG),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_merged_weights_have_the_logits_of_adapters(base, plain):
+    config, params = adapted(plain, base=base, targets=("out", "mlp/*"))
+    given = tokens(config, 2)[:, :-1]
+    without = params | {"layers": merged(params["layers"], config.adapters)}
+    jax.tree.map(lambda w: np.testing.assert_equal(w.dtype, np.float32), without)
+    found = gpt.logits(config, params, given)
+    np.testing.assert_allclose(found, gpt.logits(plain, without, given), atol=1e-6)
+    off = dataclasses.replace(config, adapters=dataclasses.replace(config.adapters, alpha=0.0))
+    assert np.abs(gpt.logits(off, params, given) - found).max() > 0.01
+    leaves = jax.tree.leaves(without)
+    assert gpt.num_parameters(config) - gpt.num_adapter_parameters(config) == sum(
+        leaf.size for leaf in leaves
+    )
+
+
+def test_rounded_kernels_are_the_nearest():
+    drawn = np.random.default_rng(0)
+    kernel = drawn.normal(size=(96, 5)).astype(np.float32)
+    kernel[:, 2] = 0
+    parts = rounded(jnp.asarray(kernel), "int8")
+    most = np.abs(kernel).max(axis=0, keepdims=True)
+    assert np.all(
+        np.abs(whole(parts["kernel"], parts["kernel_scale"]) - kernel) <= most / 254 * 1.001
+    )
+    parts = rounded(jnp.asarray(kernel), "nf4")
+    assert parts["kernel"].shape == (48, 5)
+    assert parts["kernel_scale"].shape == (3, 5)  # 32 divides 96 inputs
+    blocks = kernel.reshape(3, 32, 5)
+    scales = np.abs(blocks).max(axis=1, keepdims=True)
+    nearest = np.abs(blocks[..., None] - scales[..., None] * NF4).min(axis=-1).reshape(96, 5)
+    errors = np.abs(whole(parts["kernel"], parts["kernel_scale"]) - kernel)
+    np.testing.assert_allclose(errors, nearest, atol=1e-6)
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("options", "mesh", "schedule"),
+    [
+        ({"base": "nf4", "dropout": 0.25}, {"data": 2}, "zb-v"),
+        ({"base": "int8"}, {"tensor": 2}, "1f1b"),
+    ],
+)
+def test_a_pipeline_trains_adapters_alone(options, mesh, schedule):
+    """Gradients are those of the whole model."""
+    config, params = adapted(CONFIG, targets=("qkv", "down", "out"), **options)
+    axes = {"tensor_axis": "tensor"} if "tensor" in mesh else {}
+    model = gpt.model(config, vocabulary_axis="stage", **axes)
+    batch = {"tokens": tokens(config, 8)}
+    key = jax.random.key(3) if config.adapters.dropout else None
+    (pipe,) = testing.assert_matches_unpipelined(
+        model, params, batch, schedules=[schedule], meshes=[jaxpipe.make_mesh(stage=2, **mesh)],
+        reference=functools.partial(unpipelined.loss, gpt.model(config)), rng=key, zero=3,
+        trainable=TRAINED,
+    )  # fmt: skip
+    kept = predicted_bytes(pipe, batch, key)
+    assert 0 < kept["gradients"] <= 4 * gpt.num_adapter_parameters(config) / 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft reads what transformers renames
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed")
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("gpt2", ("*",)),  # kernels as ours
+        ("phi3", ("qkv", "up")),  # gate and up in one module there, of which one is adapted
+        ("cohere", ("mlp/*", "qkv")),  # heads in another order
+        ("deepseek_v3", ("attention/*",)),
+    ],
+)
+def test_peft_reads_adapters_with_equal_logits(name, targets, tmp_path):
+    import peft
+    import torch
+    import transformers
+
+    families = hugging_face_models.DECODERS | hugging_face_models.FURTHER
+    plain = (families | {"gpt2": hugging_face_models.GPT2})[name]
+    config, params = adapted(plain, targets=targets)
+    off = dataclasses.replace(config.adapters, alpha=0.0)
+    without = params | {"layers": merged(params["layers"], off)}
+    state = gpt.init_state(plain)
+    hugging_face.save(tmp_path / "base", plain, without, state)
+    hugging_face.save_adapters(tmp_path / "own", config, params, base=str(tmp_path / "base"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    theirs = peft.PeftModel.from_pretrained(model, tmp_path / "own").eval()
+    given = tokens(config, 2)[:, :-1]
+    logits = theirs(torch.tensor(given)).logits.detach().numpy()
+    np.testing.assert_allclose(gpt.logits(config, params, given, state), logits, atol=2e-6)
+    hugging_face.save(tmp_path / "merged", plain, without, state)
+    with pytest.raises(ValueError, match=r"holds a model's config\.json"):
+        hugging_face.save_adapters(tmp_path / "merged", config, params, base="base")
+
+
+def test_adapters_of_mlps_beside_experts_are_not_written_for_peft(tmp_path):
+    config, params = adapted(hugging_face_models.DECODERS["qwen2_moe"])
+    with pytest.raises(ValueError, match="for experts"):
+        hugging_face.save_adapters(tmp_path, config, params, base="base")

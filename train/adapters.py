@@ -1,0 +1,226 @@
+"""Adapters and frozen parameters of a run: the rules of ``lora`` and ``train.trainable``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models import gpt
+from models.adapters import Adapters
+from models.gpt_config import GPTConfig
+from train import configured, tasks
+from train.config import Config, LoraConfig
+from train.errors import Failure
+
+PyTree = Any
+
+_SHAPE = ("rank", "alpha", "targets", "base")
+"""Fields of ``lora`` that decide what the weights of a run mean."""
+
+
+def failures(config: Config) -> Iterator[Failure]:
+    """Says which parameters cannot be trained alone, and what does not go with frozen ones."""
+    lora, own = config.lora, LoraConfig()
+    if not lora.rank:
+        for name in ("alpha", "targets", "dropout", "base"):
+            if (value := getattr(lora, name)) != getattr(own, name):
+                yield Failure(
+                    f"lora.{name}={value} has no effect with lora.rank=0. Nearest valid: "
+                    "lora.rank=8.",
+                    (f"lora.{name}", "lora.rank"),
+                )
+    elif not tasks.find(config.task).adapts:
+        yield Failure(
+            f"lora.rank={lora.rank}: layers of task={config.task} have no adapters; those of "
+            "task=gpt do. Nearest valid: lora.rank=0.",
+            ("lora.rank", "task"),
+        )
+        return
+    else:
+        yield from _targets(config)
+        yield from _base(config)
+    patterns = configured.trainable(config)
+    if patterns is not None:
+        yield from _patterns(config)
+        yield from _unfit(config, "lora.rank" if lora.rank else "train.trainable")
+
+
+def _targets(config: Config) -> Iterator[Failure]:
+    """Finds patterns of ``lora.targets`` that name no linear map."""
+    names = gpt.linear_map_names(tasks.make(config).shape)
+    shown = ", ".join(names)
+    if not config.lora.targets:
+        yield Failure(f"lora.targets=[] adapts nothing. Nearest valid: {shown}.", ("lora.targets",))
+    for target in config.lora.targets:
+        if not any(Adapters(1, 1.0, (target,)).adapts(name) for name in names):
+            near = [name for name in names if target in _THEIRS.get(name, ())]
+            near = near or difflib.get_close_matches(target, names, n=2, cutoff=0.5)
+            nearest = f" Nearest valid: {' or '.join(near)}." if near else ""
+            yield Failure(
+                f"lora.targets={target!r} is no linear map of a layer.{nearest} There are {shown}.",
+                ("lora.targets",),
+            )
+
+
+_THEIRS = {
+    "attention/qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"),
+    "attention/query": ("q_proj", "q_b_proj"),
+    "attention/query_down": ("q_a_proj",),
+    "attention/latent": ("kv_a_proj_with_mqa",),
+    "attention/key_value": ("kv_b_proj", "k_proj", "v_proj"),
+    "attention/out": ("o_proj", "out_proj", "dense"),
+    "mlp/gate": ("gate_proj", "gate_up_proj", "w1"),
+    "mlp/up": ("up_proj", "gate_up_proj", "fc1", "c_fc", "w3"),
+    "mlp/down": ("down_proj", "fc2", "w2"),
+}
+"""Names in other libraries of what is nearest here."""
+
+
+def _base(config: Config) -> Iterator[Failure]:
+    """Finds what rounded kernels and dropout of adapters do not go with."""
+    lora, path = config.lora, "lora.base"
+    if lora.base != "float32" and config.pipeline.fp8:
+        yield Failure(
+            f"{path}={lora.base} keeps kernels in {'8' if lora.base == 'int8' else '4'} bits "
+            f"already, and pipeline.fp8={config.pipeline.fp8} would round them again. Nearest "
+            "valid: pipeline.fp8=None.",
+            (path, "pipeline.fp8"),
+        )
+    shape = dataclasses.replace(tasks.make(config).shape, adapters=None)
+    if lora.base == "nf4":
+        kernels = jax.eval_shape(lambda: gpt.init(shape, jax.random.key(0)))["layers"]
+        odd = {
+            leaf.shape[-2]
+            for path_, leaf in jax.tree_util.tree_leaves_with_path(kernels)
+            if path_[-1].key == "kernel" and leaf.shape[-2] % 2
+        }
+        if odd:
+            yield Failure(
+                f"{path}=nf4 keeps two inputs of a linear map in a byte, and the model has maps "
+                f"with {', '.join(map(str, sorted(odd)))} inputs. Nearest valid: int8.",
+                (path,),
+            )
+    for axis in ("tensor", "context"):
+        if lora.dropout and (devices := getattr(config.mesh, axis)) > 1:
+            yield Failure(
+                f"lora.dropout={lora.dropout} does not go with mesh.{axis}={devices}, whose "
+                f"devices have parts of what an adapter reads. Nearest valid: lora.dropout=0, or "
+                f"mesh.{axis}=1.",
+                ("lora.dropout", f"mesh.{axis}"),
+            )
+
+
+def _patterns(config: Config) -> Iterator[Failure]:
+    """Finds patterns of ``train.trainable`` that name nothing, or numbers that are no floats."""
+    path, given = "train.trainable", config.train.trainable
+    if given is None:
+        return
+    leaves = _by_path(jax.eval_shape(tasks.make(config).init, jax.random.key(0)))
+    if not given and not config.lora.rank:
+        yield Failure(f"{path}=[] trains nothing. Nearest valid: None, for all.", (path,))
+    for pattern in given:
+        chosen = fnmatch.filter(leaves, pattern)
+        if not chosen:
+            near = difflib.get_close_matches(pattern, leaves, n=3, cutoff=0.0)
+            yield Failure(
+                f"{path}={pattern!r} is the path of no parameter. Nearest valid: "
+                f"{' or '.join(near)}.",
+                (path,),
+            )
+        whole = [n for n in chosen if not jnp.issubdtype(leaves[n].dtype, jnp.floating)]
+        if whole:
+            yield Failure(
+                f"{path}={pattern!r} names {whole[0]}, which lora.base={config.lora.base} keeps in "
+                "whole numbers. Nearest valid: lora.base=float32, or a pattern without it.",
+                (path, "lora.base"),
+            )
+
+
+def _by_path(params: PyTree) -> dict[str, Any]:
+    """Lists parameters by their paths, as `jaxpipe.Pipeline` matches them."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+
+def num_trained(patterns: Sequence[str], params: PyTree) -> int:
+    """Counts the parameters that patterns choose.
+
+    Args:
+      patterns: from `train.configured.trainable`.
+      params: canonical parameters, or their shapes.
+    """
+    leaves = _by_path(params)
+    chosen = {name for pattern in patterns for name in fnmatch.filter(leaves, pattern)}
+    return sum(leaves[name].size for name in chosen)
+
+
+def _unfit(config: Config, path: str) -> Iterator[Failure]:
+    """Finds settings that need all parameters to be trained."""
+    section, _, name = path.partition(".")
+    given = f"{path}={getattr(getattr(config, section), name)}"
+    if configured.is_asynchronous(config):
+        yield Failure(
+            f"{given} freezes parameters, and pipeline.schedule={config.pipeline.schedule} keeps "
+            "versions of all. Nearest valid: pipeline.schedule=1f1b.",
+            (path, "pipeline.schedule"),
+        )
+    if config.optimizer.ema_decay:
+        yield Failure(
+            f"{given} freezes parameters, and optimizer.ema_decay={config.optimizer.ema_decay} "
+            "averages all. Nearest valid: optimizer.ema_decay=0.",
+            (path, "optimizer.ema_decay"),
+        )
+    if (bound := getattr(config.model, "qk_clip", None)) is not None:
+        yield Failure(
+            f"{given} freezes parameters, and model.qk_clip={bound} scales weights of queries and "
+            "keys. Nearest valid: model.qk_clip=None.",
+            (path, "model.qk_clip"),
+        )
+
+
+def others(before: Config, config: Config, of: str) -> Iterator[Failure]:
+    """Says which fields of ``lora`` the weights of another run do not have.
+
+    Args:
+      before: configuration of the run that has the weights.
+      config: configuration of the run that reads them.
+      of: the run, or its checkpoint, in words.
+    """
+    for name in _SHAPE:
+        then, now = getattr(before.lora, name), getattr(config.lora, name)
+        if then != now:
+            yield Failure(
+                f"lora.{name}={now} is not that of {of}. Nearest valid: {then}; or write its model "
+                "with python -m train.export, and begin with that folder.",
+                (f"lora.{name}",),
+            )
+
+
+def reader(shape: Any, read: Callable[..., PyTree], seed: int) -> Callable[..., PyTree]:
+    """Lets ``read``, as `jaxpipe.load_params` takes it, also return adapters of a GPT's layers.
+
+    Args:
+      shape: shape of the model.
+      read: reads the parameters without adapters.
+      seed: draws the adapters; those of a layer do not depend on who reads it.
+    """
+    if not isinstance(shape, GPTConfig) or shape.adapters is None:
+        return read
+
+    def with_adapters(part: str, *number: int) -> PyTree:
+        found = read(part, *number)
+        if part != "layers":
+            return found
+        return gpt.with_adapters(
+            shape, number[0], found, jax.random.fold_in(jax.random.key(seed), number[0])
+        )
+
+    return with_adapters
