@@ -232,6 +232,7 @@ class Planned:
             ),
             mesh=make_mesh(**axes),
             remat=remat,
+            trainable=configured.trainable(config),
             fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
             states=self._states,
         )

@@ -188,8 +188,8 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     plan, model = placed.plan, placed.model
     layers, outer = placed.layers_per_chunk, placed.outer_parameters
     chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
-    kept = placed.updated_parameters if plan.zero.shards_weights else stage + placed.outer_kept
-    copies = stage if placed.read_bytes != model.parameter_bytes else 0.0
+    own = placed.own_parameters if plan.zero.shards_weights else (stage, placed.outer_kept)
+    copies = stage if placed.read_bytes != placed.kept_bytes else 0.0
     if plan.zero.shards_weights:
         copies = slots["gathers"] * chunk
     gathered_outer = outer if plan.zero.shards_weights or plan.ends else 0.0
@@ -197,10 +197,11 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     reduced = placed.stage_part if plan.zero.shards_state else 0.0
     inboxes = (slots["x"] + slots["dy"] + slots["sent"]) * placed.sizes.message.at(plan.rows)
     parts = {
-        "parameters": model.parameter_bytes * kept,
+        "parameters": placed.kept_bytes * own[0] + model.parameter_bytes * own[1],
         "copies": copies * placed.read_bytes + gathered_outer * model.parameter_bytes,
         "optimizer": placed.optimizer_bytes,
-        "gradients": MASTER_BYTES * (sums + outer + reduced),
+        "gradients": MASTER_BYTES
+        * (placed.trained * (sums + reduced) + placed.outer_trained * outer),
         "residuals": 0.0 if plan.on_host.residuals else _residual_bytes(placed, slots),
         "crossing": layers * slots["crossing"] * placed.mean("crossing"),
         "inboxes": inboxes,
@@ -223,7 +224,7 @@ def _moving_bytes(placed: PlacedPlan, slots: Slots) -> float:
     reducing = 0.0
     if plan.data * plan.context > 1:
         elements = both if plan.zero.shards_state else placed.layer_parameters
-        reducing = slots["reducing"] * elements * MASTER_BYTES
+        reducing = slots["reducing"] * placed.trained * elements * MASTER_BYTES
     return gathering + reducing
 
 
@@ -404,9 +405,10 @@ def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
     (docs/design/001-executor.md)."""
     plan, bandwidth = placed.plan, placed.cluster.bandwidth
     size, read = placed.layer_parameters, placed.read_bytes
+    summed = MASTER_BYTES * placed.trained * size
     if plan.weights == "unrolled":
-        return 0.0, MASTER_BYTES * size / bandwidth
-    return 2 * read * size / bandwidth, 5 * MASTER_BYTES * size / bandwidth
+        return 0.0, summed / bandwidth
+    return 2 * read * size / bandwidth, 5 * summed / bandwidth
 
 
 def hidden_in_pairs(placed: PlacedPlan) -> float:
@@ -440,6 +442,7 @@ def transfer(placed: PlacedPlan) -> LayerTransfer:
     if plan.zero.shards_weights:
         gather = latency + (size - part) * placed.read_bytes / placed.data_link
     times = 1 if plan.zero.shards_state else 2  # a sum scatters and gathers
+    size, part = placed.trained * size, placed.trained * part
     reduce = times * (latency + MASTER_BYTES * (size - part) / placed.data_link)
     return LayerTransfer(gather, reduce + _among_copies(placed, size, part))
 
@@ -533,8 +536,9 @@ def _outer_transfer(placed: PlacedPlan) -> float:
     plan, size, kept = placed.plan, placed.model.parameter_bytes, placed.outer_kept
     part = kept / plan.parts
     gathered = size * (kept - part) if plan.zero.shards_weights else 0.0
-    reduced = (1 if plan.zero.shards_state else 2) * MASTER_BYTES * (kept - part)
-    over_stages = (size + MASTER_BYTES) * (placed.outer_parameters - kept) / placed.stage_link
+    trained = placed.outer_trained * MASTER_BYTES
+    reduced = (1 if plan.zero.shards_state else 2) * trained * (kept - part)
+    over_stages = (size + trained) * (placed.outer_parameters - kept) / placed.stage_link
     over_data = (gathered + reduced) / placed.data_link
     return over_data + over_stages + _among_copies(placed, kept, part)
 
@@ -548,10 +552,10 @@ def _update(placed: PlacedPlan) -> float:
     seconds = moved / cluster.bandwidth
     if plan.on_host.state:  # there and back, while nothing runs
         seconds += 2 * placed.optimizer_bytes / cluster.bus
-    if not plan.zero.shards_weights and placed.read_bytes != model.parameter_bytes:
+    if not plan.zero.shards_weights and placed.read_bytes != placed.kept_bytes:
         cast = placed.stage_parameters * (model.parameter_bytes + placed.read_bytes)
         seconds += cast / cluster.bandwidth
     if plan.zero.shards_state and not plan.zero.shards_weights:
-        whole = placed.stage_parameters + placed.outer_kept
+        whole = placed.trained * placed.stage_parameters + placed.outer_trained * placed.outer_kept
         seconds += model.parameter_bytes * (whole - updated) / placed.data_link
     return seconds

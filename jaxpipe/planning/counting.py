@@ -32,6 +32,7 @@ from jaxpipe.runtime.measure import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes
 
 EXPERT = "expert"
@@ -122,14 +123,16 @@ def _counted(
     axes = dict(pipe.mesh.shape)
 
     def read(fixed: Fixed, batch: StepMicrobatches) -> Sizes:
-        layers, outer = fixed.layers, jax.tree.map(Leaf.struct, fixed.setup.layout.outer)
+        layers, layouts = fixed.layers, fixed.setup.layouts
+        trained, *frozen = (jax.tree.map(Leaf.struct, one.outer) for one in layouts)
+        outer = combine(trained, *frozen) if frozen else trained
         split = dict(jax.tree.leaves_with_path(pipe.model.stage_split))
         elements = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(outer)}
-        head = _head(fixed, batch, outer, axes)
+        head = _head(fixed, batch, trained, frozen, axes)
         return Sizes(
             layers=tuple(
                 _layer(
-                    *(kind, fixed.params.canonical_of(kind.example), axes),
+                    *(kind, [one.layers.canonical_of(kind.example) for one in layouts], axes),
                     *(compute_bytes, document_share),
                 )
                 for kind in layers.kinds
@@ -138,6 +141,7 @@ def _counted(
             message=_number(max(map(tree_bytes, layers.activations))),
             outer_parameters=sum(elements.values()),
             outer_split=sum(size for path, size in elements.items() if path in split),
+            outer_frozen=sum(leaf.size for leaf in jax.tree.leaves(frozen)),
             head=head.work,
             head_live=_number(head.live),
         )
@@ -145,29 +149,37 @@ def _counted(
     return measure.in_trace(pipe, batch, rng, read)
 
 
-def _head(fixed: Fixed, batch: StepMicrobatches, outer: Shapes, axes: Mapping[str, int]) -> Counted:
+def _head(
+    fixed: Fixed,
+    batch: StepMicrobatches,
+    outer: Shapes,
+    frozen: Sequence[Shapes],
+    axes: Mapping[str, int],
+) -> Counted:
     x = fixed.layers.activations[fixed.layers.last]
 
-    def head(outer: Shapes, x: Activation) -> tuple[jax.Array, Shapes]:
+    def head(outer: Shapes, x: Activation, frozen: Sequence[Shapes]) -> tuple[jax.Array, Shapes]:
         def loss(outer: Shapes, x: Activation) -> jax.Array:
-            return differentiated(fixed.head(outer, x, *fixed.head_context(batch, 0)))
+            whole = combine(outer, *frozen) if frozen else outer
+            return differentiated(fixed.head(whole, x, *fixed.head_context(batch, 0)))
 
         value, vjp = jax.vjp(loss, outer, x)
         return value, vjp(jax.numpy.ones_like(value))
 
-    program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x)).jaxpr
-    arrived = program.invars[len(jax.tree.leaves(outer)) :]  # from the last stage
+    program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x, frozen)).jaxpr
+    first, count_x = len(jax.tree.leaves(outer)), len(jax.tree.leaves(x))
+    arrived = program.invars[first : first + count_x]  # from the last stage
     return count(program.eqns, program.outvars, axes, slots=arrived)
 
 
 def _layer(
     kind: LayerKind,
-    own: Leaves,
+    own: Sequence[Leaves],
     axes: Mapping[str, int],
     compute_bytes: int,
     document_share: float,
 ) -> LayerSizes:
-    split, leaves = kind.split, jax.tree.leaves(own)
+    split, leaves, frozen = kind.split, jax.tree.leaves(own), jax.tree.leaves(own[1:])
     f, b, w, fused = _passes(split, axes, compute_bytes, document_share)
     read = split.traced.known[: split.traced.params.num_leaves]
     quantized = [v.aval for v in read if _itemsize(v) == 1]
@@ -184,6 +196,8 @@ def _layer(
         expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
         quantized=sum(math.prod(weight.shape) for weight in quantized),
         carry=_number(0 if kind.carry is None else tree_bytes(kind.carry.shapes)),
+        frozen=sum(math.prod(leaf.shape) for leaf in frozen),
+        rounded=sum(math.prod(leaf.shape) for leaf in frozen if leaf.dtype.itemsize == 1),
     )
 
 

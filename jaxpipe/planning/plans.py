@@ -224,6 +224,22 @@ class PlacedPlan:
         return wide - (wide - 1) * quantized / self.layer_parameters if quantized else wide
 
     @cached_property
+    def kept_bytes(self) -> float:
+        """Bytes of an element of a layer's weights where they are kept: the mean."""
+        rounded = self.model.mean(self.variant, "rounded").fixed / self.layer_parameters
+        return self.model.parameter_bytes - (self.model.parameter_bytes - 1) * rounded
+
+    @cached_property
+    def trained(self) -> float:
+        """Share of a layer's parameters that is trained."""
+        return 1 - self.model.mean(self.variant, "frozen").fixed / self.layer_parameters
+
+    @cached_property
+    def outer_trained(self) -> float:
+        """Share of embedding and head that is trained."""
+        return 1 - self.sizes.outer_frozen / max(self.sizes.outer_parameters, 1)
+
+    @cached_property
     def stage_parameters(self) -> float:
         """Parameters of the layers of a stage on a device, not sharded over data."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_parameters
@@ -258,11 +274,17 @@ class PlacedPlan:
         return dividing_shares(list(zip(sizes, lengths, strict=True)))
 
     @cached_property
-    def updated_parameters(self) -> float:
-        """Parameters that a device updates: its parts with ZeRO."""
+    def own_parameters(self) -> tuple[float, float]:
+        """Parameters of layers, and of embedding and head, whose optimizer state a device has."""
         if self.plan.zero.shards_state:
-            return self.stage_part + self.outer_kept / self.plan.parts
-        return self.stage_parameters + self.outer_kept
+            return self.stage_part, self.outer_kept / self.plan.parts
+        return self.stage_parameters, self.outer_kept
+
+    @cached_property
+    def updated_parameters(self) -> float:
+        """Parameters that a device updates: its parts with ZeRO, of those that are trained."""
+        layers, outer = self.own_parameters
+        return self.trained * layers + self.outer_trained * outer
 
     @cached_property
     def optimizer_bytes(self) -> float:

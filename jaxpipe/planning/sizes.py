@@ -76,6 +76,8 @@ class LayerSizes(NamedTuple):
       expert_shapes: likewise of the parameters that the devices of an expert axis split.
       quantized: elements of the parameters that layers read in 8 bits.
       carry: bytes that the layer hands from slice to slice of a sequence.
+      frozen: elements of the parameters that are not trained.
+      rounded: elements among these that are kept in 8 bits.
     """
 
     f: Pass
@@ -90,6 +92,8 @@ class LayerSizes(NamedTuple):
     expert_shapes: tuple[tuple[int, ...], ...] = ()
     quantized: int = 0
     carry: Linear = Linear(0.0, 0.0)
+    frozen: int = 0
+    rounded: int = 0
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:
@@ -135,6 +139,7 @@ class Sizes(NamedTuple):
       outer_split: number of these elements that stages split among themselves.
       head: the loss, its gradient, and that of the head, for one microbatch, on one stage.
       head_live: bytes that exist at once while it runs.
+      outer_frozen: elements of embedding and head that are not trained.
     """
 
     layers: tuple[LayerSizes, ...]
@@ -144,6 +149,7 @@ class Sizes(NamedTuple):
     outer_split: int
     head: Pass
     head_live: Linear
+    outer_frozen: int = 0
 
     def layer_flops(self, rows: int) -> float:
         """FLOPs of the matmuls of all layers, for one microbatch or its average slice."""

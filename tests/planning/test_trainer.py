@@ -3,20 +3,24 @@
 from collections import Counter
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 import yaml
 from synthetic import NONE, synthetic
 
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import configurations, devices, plans
+from jaxpipe.planning import configurations, cost, devices, plans
 from jaxpipe.planning.plans import Plan
+from jaxpipe.planning.sizes import Variant
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import Costs
 from train import checks, configured, plan
 from train.command_line import parse
 from train.config import Config
+from train.modes import device_bytes
 from train.plan import Planned
+from train.step import Setup
 
 SMALL = {"vocab_size": 64, "sequence_length": 64, "num_layers": 4, "width": 8, "num_heads": 2}
 PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", Zero(1), 1, "stacked")
@@ -162,3 +166,25 @@ def test_the_host_is_offered_where_steps_are_never_skipped(max_skipped):
         assert written.get("optimizer", {}).get("offload", False) == on_host.state
         place = written.get("pipeline", {}).get("residuals", "device")
         assert (place == "host") == on_host.residuals
+
+
+@pytest.mark.pipeline
+def test_a_plan_knows_what_is_frozen_and_in_how_many_bits():
+    """Adapters have gradients and optimizer state; the rest takes its own bytes alone."""
+    lora = {"rank": 2, "targets": ["qkv"], "base": "int8"}
+    config = Config(model=SMALL, lora=lora, pipeline={"schedule": "1f1b"})
+    case = Variant(1, 1, "none")
+    model = Planned(config, "adapted").counted([case], lambda share: None)
+    (layer,), counted = model.variants[case].layers, model.variants[case]
+    assert model.moments == 2
+    assert layer.parameters - layer.frozen == 2 * (8 + 24)
+    assert layer.rounded == 8 * (3 * 8 + 8 + 3 * 64)  # the MLP has 64 hidden values
+    assert counted.outer_frozen == counted.outer_parameters == 64 * 8 + 8
+    mesh = {"stage": 2, "data": 2}
+    pipeline = {"schedule": "1f1b-fused", "microbatches": 4, "zero": 1, "vocabulary": "split"}
+    run = Setup(Config(model=SMALL, lora=lora, mesh=mesh, pipeline=pipeline)).state_shapes
+    placed = plans.PlacedPlan(PLAN, model, devices.cluster("cpu", 4))
+    parts = cost.device_bytes(placed, cost.program_of(placed))
+    assert np.isclose(parts["parameters"], device_bytes(run.params), rtol=0.02)
+    assert np.isclose(parts["optimizer"], device_bytes(run.optimizer), rtol=0.02)
+    assert parts["gradients"] == 1.5 * parts["optimizer"]  # a sum of two layers, and its part

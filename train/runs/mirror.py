@@ -24,11 +24,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpipe.checkpoint import CHECKSUMS_FILE, LOSS_FILE, Fetch
-from train.processes import distributed
 from train.config import Config
 from train.errors import ConfigError, refused
-from train.runs.object_lock import ObjectLock
 from train.object_store import ObjectStore
+from train.processes import distributed
+from train.runs.object_lock import ObjectLock
 from train.runs.run_folder import CHECKPOINTS, PROGRESS_FILE, unwritable
 from train.runs.run_lock import RunLock
 

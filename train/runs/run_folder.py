@@ -19,11 +19,11 @@ import pydantic
 
 from jaxpipe.files import read_bytes, write_whole
 from train import tasks
-from train.runs import checkpoint, run_lock
 from train.config import Config
 from train.errors import ConfigError, Failure, NonFiniteLossError
-from train.runs.object_lock import ObjectLock
 from train.object_store import ObjectStore, StoreError, is_url
+from train.runs import checkpoint, run_lock
+from train.runs.object_lock import ObjectLock
 from train.runs.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
