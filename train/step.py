@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import Pipeline, make_mesh, on_host
+from jaxpipe import Options, Pipeline, make_mesh, on_host
 from jaxpipe.measure import end_costs, layer_costs
 from jaxpipe.schedule import (
     Costs,
@@ -193,27 +193,25 @@ class Setup:
         return pipe
 
     def _unchecked(self, order: Schedule, counts: Sequence[int], *, train: bool) -> Pipeline:
-        return Pipeline(
-            self.task.model(train=train),
-            self.shapes,
-            schedule=order,
-            layer_counts=counts,
-            mesh=self.mesh,
-            trainable=configured.trainable(self.config),
-            compute_dtype=self.config.pipeline.compute_dtype,
-            fp8=self.config.pipeline.fp8.split(",") if self.config.pipeline.fp8 else (),
-            remat=configured.remat(self.config),
-            zero=self.config.pipeline.zero,
-            weights=configured.weights(
+        # Options that have the same names and values in the configuration, and those that differ.
+        given, names = dict(self.config.pipeline), (f.name for f in dataclasses.fields(Options))
+        options: dict[str, Any] = {name: given[name] for name in names if name in given}
+        options |= {
+            "trainable": configured.trainable(self.config),
+            "fp8": given["fp8"].split(",") if given["fp8"] else (),
+            "remat": configured.remat(self.config),
+            "weights": configured.weights(
                 self.config,
                 platform=self._platform,
                 alike=not isinstance(self.shapes["layers"], tuple),
                 counts=counts,
             ),
-            weight_slots=configured.weight_slots(self.config, platform=self._platform),
-            residuals=self.config.pipeline.residuals,
-            pair_layers=self.config.pipeline.pair_layers,
-            states=self.task.init_states(),
+            "weight_slots": configured.weight_slots(self.config, platform=self._platform),
+            "layer_counts": counts,
+        }
+        model, states = self.task.model(train=train), self.task.init_states()
+        return Pipeline(
+            model, self.shapes, schedule=order, mesh=self.mesh, states=states, **options
         )
 
     def _chunk_by_chunk(self) -> Callable[..., Any] | None:
