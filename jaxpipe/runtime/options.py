@@ -26,41 +26,42 @@ from jaxpipe.schedule.problems import Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `jaxpipe.Pipeline` that say how it runs.
+    """The arguments of `jaxpipe.Pipeline` that decide how it runs.
 
-    ``vars`` gives them back as arguments, for another pipeline that runs alike.
+    ``vars(options)`` are arguments for another pipeline that runs in the same way.
 
     Args:
-      trainable: which parameters are trained: patterns of paths such as "layers/*/lora_*", or a
-        function of a path and a shape; by default all. The others have no gradient and no optimizer
-        state, and may be integers.
-      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step casts a weight
-        once, and gathers it in this dtype. Layers see the rounded weights in the parameters' own
-        dtype, which gradients and updates keep.
+      trainable: the trained parameters: patterns of paths such as "layers/*/lora_*", or a function
+        of a path and a shape; by default all. All others have no gradient and no optimizer state,
+        and may be integers.
+      compute_dtype: the dtype in which layers multiply, such as "bfloat16". A step casts each
+        weight once, and all-gathers it in this dtype. Layers see the rounded weights in the
+        parameters' own dtype, which gradients and updates keep.
       fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
-        "*kernel"; for layers that are alike, which may only multiply by them. A step quantizes and
-        gathers them in E4M3, whatever ``compute_dtype`` is; activations are quantized to E4M3 and
-        gradients at a matmul's output to E5M2, each by its own largest value.
+        "*kernel". Layers must be alike and may only multiply by these weights. A step quantizes
+        and all-gathers them in E4M3, whatever ``compute_dtype`` is. Activations are quantized to
+        E4M3, and gradients at a matmul's output to E5M2, each scaled by its largest value.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
-        ``trainable``, such as "*norm*"; for layers that are alike.
-      remat: keeps every residual ("none"), the outputs of weight matmuls and of fused attention
-        ("dots") or inputs ("full"); "auto" is "dots" on GPUs, which recompute the rest in less time
-        than they move it, and else "none".
-      zero: what is sharded over the ``data`` axis: 0 nothing, 1 optimizer state, 2 also gradients,
-        3 also weights.
-      weights: how the weights of layers that are alike lie on a stage: "stacked" in one array per
-        parameter, for any depth; "unrolled" in one array per layer, which a GPU need not copy
-        before it multiplies, nor what layers keep, for a program that grows with the layers of a
-        stage and, up to a limit, with what they keep at once.
+        ``trainable``, such as "*norm*". Layers must be alike.
+      remat: the residuals that a layer keeps: all ("none"), the outputs of weight matmuls and of
+        fused attention ("dots"), or only its input ("full"). "auto" is "dots" on GPUs, which
+        recompute the rest faster than they move it, and otherwise "none".
+      zero: the arrays sharded over data: none (0), optimizer state (1), also gradients (2), also
+        weights (3).
+      weights: the layout of a stage's weights, for layers that are alike. "stacked" is one array
+        per parameter, for any depth. "unrolled" is one array per layer, which saves GPUs copies of
+        weights and residuals. Its program grows with the layers of a stage and, up to a limit, with
+        the residuals kept at once.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
-        stage keeps at once, no fewer than a tick uses. With 2 or more, chunks move over data under
-        the layers of others, if all have time to; ``pipe.table.gathers.counts`` says how often.
-      residuals: where what F keeps waits for its backward: on the "device", or on the "host", over
-        the device's bus; best with ``remat="full"``, which keeps least.
+        stage keeps at once, at least as many as a tick uses. With 2 or more, chunks move over data
+        under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
+        the gathers.
+      residuals: the memory in which residuals wait for their backward: the "device", or the "host",
+        over the device's bus; best with ``remat="full"``, which keeps least.
       pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
-        one loop, so that matmuls of one hide what the other communicates, or one after the other;
-        for layers that are alike. By default where layers use mesh axes, on GPUs.
-      layer_counts: layers of every virtual stage, in model order; by default as equal as possible.
+        one loop, so that matmuls of one hide communication of the other. Layers must be alike. By
+        default True on GPUs if layers use mesh axes.
+      layer_counts: layers of each virtual stage, in model order; by default as equal as possible.
       poison: fills bubbles with NaN, for tests.
     """
 

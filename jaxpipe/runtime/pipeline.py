@@ -62,28 +62,29 @@ MICROBATCHES_PER_STAGE = 2
 class Pipeline(Assembly):
     """Runs a model through a pipeline schedule on a mesh.
 
-    Parameters are *canonical* for the user (``{"embed", "layers", "head"}`` and, where layers share
-    some, "shared"; layers in model order, stacked if they are alike, a tuple or list if not) and
-    *placed* on the devices; `place` and `unplace` convert. A placed tree carries the order of its
-    layers, and a pipeline refuses trees that one with another order has placed. `init` and `update`
-    run an optimizer on placed parameters and keep its state sharded as ZeRO says. All can be called
+    The user has *canonical* parameters: ``{"embed", "layers", "head"}`` and, if layers share some,
+    "shared". Layers are in model order, stacked if they are alike, or else in a tuple or list. The
+    devices have *placed* parameters; `place` and `unplace` convert. A placed tree records the order
+    of its layers, and a pipeline refuses trees with another order. `init` and `update` run an
+    optimizer on placed parameters and shard its state by the ZeRO level. All methods can be called
     in `jax.jit`.
 
     Args:
-      model: pure functions.
+      model: the model's pure functions.
       params: canonical parameters, or their shapes.
-      schedule: from `jaxpipe.schedules.build`, or your own, which is validated; or a name, such as
-        "1f1b", of a schedule that is then built for the mesh with its default options.
-      mesh: from `jaxpipe.make_mesh`, or one of your own; explicit axes are used as automatic ones.
-      stage_axis: the mesh's axis of the schedule's stages.
-      data_axes: those of data shards, which act as one; by default "data", with "expert" if there.
-      replica_axes: further such axes, along which devices hold the same parts of what ZeRO shards;
-        by default "replica", if the mesh has it.
-      microbatches: m of a schedule that is given by its name; by default two per stage.
-      states: the layers' initial states, or their shapes, for a `Model` that is stateful.
+      schedule: a result of `jaxpipe.schedules.build`; your own schedule, which is then validated;
+        or the name of a schedule, such as "1f1b", to build for the mesh with its default options.
+      mesh: from `jaxpipe.make_mesh`, or your own; explicit axes are used as automatic ones.
+      stage_axis: the mesh axis of the stages.
+      data_axes: the mesh axes of data shards, which act as one axis; by default "data" and, if the
+        mesh has it, "expert".
+      replica_axes: further data axes, along which ZeRO does not shard; by default "replica", if the
+        mesh has it.
+      microbatches: number of microbatches of a named schedule; by default two per stage.
+      states: the layers' initial states, or their shapes, for a stateful `Model`.
 
-      **options: the fields of `Options`, each documented there, such as ``zero=3``,
-        ``remat="full"`` or ``compute_dtype="bfloat16"``.
+      **options: the fields of `Options`, such as ``zero=3``, ``remat="full"`` or
+        ``compute_dtype="bfloat16"``.
 
     Raises:
       ValueError: arguments that do not fit each other; all failures in one message.
@@ -157,7 +158,7 @@ class Pipeline(Assembly):
 
     @property
     def canonical_params(self) -> Shapes:
-        """Shapes and shardings of what `unplace` returns: split over all devices, as far as the
+        """Shapes and shardings of the results of `unplace`, split over all devices as far as the
         sizes divide."""
         return self.params_placing.canonical
 
@@ -167,11 +168,11 @@ class Pipeline(Assembly):
         return NamedSharding(self.mesh, P(self.axes.data))
 
     def pad_batch(self, batch: Batch, *, mask: str = "mask") -> Batch:
-        """Adds rows of no weight to a batch, until they divide into microbatches and data shards.
+        """Adds rows of weight 0 until microbatches x data shards divides their number.
 
-        The new rows come last and repeat the first ones, so that they hold nothing unusual. In them
-        ``batch[mask]`` is 0. The loss stays that of the other rows if `Model.head_loss` returns
-        ``jaxpipe.Weighted((mask * losses).sum(), mask.sum())``; a mean over the rows of a
+        The new rows come last and repeat the first ones, so that their values are ordinary.
+        In them ``batch[mask]`` is 0. The loss stays that of the other rows if `Model.head_loss`
+        returns ``jaxpipe.Weighted((mask * losses).sum(), mask.sum())``. A mean over the rows of a
         microbatch, and losses and states of layers, include the new rows.
 
         Args:
@@ -203,26 +204,26 @@ class Pipeline(Assembly):
         return self.schedule.num_microbatches * self.axes.num_shards(self.mesh)
 
     def place(self, params: Params) -> Placed:
-        """Places canonical parameters on the devices, sharded as ZeRO says.
+        """Places canonical parameters on the devices, sharded by the ZeRO level.
 
         Returns:
           A mapping like ``params``, in which stages hold their layers; ``placed | {"head": head}``
           replaces a part of it.
 
         Raises:
-          ValueError: parameters unlike those that the pipeline was built for, in structure, shape
-            or dtype, or that are placed already.
+          ValueError: parameters that differ from those of the pipeline in structure, shape or
+            dtype, or that are already placed.
         """
         return self.params_placing.place(params)
 
     def unplace(self, placed: Placed) -> Params:
-        """Undoes `place`, also for what is shaped like parameters, such as gradients."""
+        """Undoes `place`, also for trees shaped like parameters, such as gradients."""
         # Gradients have no frozen part.
         placing = self.params_placing if FROZEN in placed else self.trained_placing
         return placing.unplace(placed, dtypes=False)
 
     def place_states(self, states: States) -> States:
-        """Canonical states of the layers, one tree per layer, to placed ones; raises as `place`."""
+        """Places canonical states of the layers, one tree per layer; raises like `place`."""
         return self._states_or_raise().place(states)
 
     def unplace_states(self, placed: States) -> States:
@@ -247,16 +248,16 @@ class Pipeline(Assembly):
     # The optimizer.
 
     def init(self, optimizer: optax.GradientTransformation, params: Placed) -> OptimizerState:
-        """The state of an optimizer, sharded as the ZeRO level says.
+        """The initial state of an optimizer, sharded by the ZeRO level.
 
         Args:
-          optimizer: an optax transformation; it, its masks and its labels see whole parameters,
+          optimizer: an optax transformation. It, its masks and its labels see whole parameters,
             with one tree per layer in ``params["layers"]``.
           params: placed parameters.
 
         Raises:
-          ValueError: parameters unlike those that the pipeline was built for, or not placed; an
-            optimizer that needs arrays of several layers at once.
+          ValueError: the parameters differ from those that the pipeline was built for, or are not
+            placed; or the optimizer needs arrays of several layers at once.
         """
         refuse(self.params_placing.problems("params", params))
         placed = self.placed_optimizer(optimizer)
@@ -270,11 +271,11 @@ class Pipeline(Assembly):
         params: Placed,
         **extra: Tree,
     ) -> tuple[Placed, OptimizerState]:
-        """Takes a step of an optimizer, and leaves everything where it was.
+        """Takes a step of an optimizer; all shardings stay the same.
 
-        A stage updates its own layers, a data shard its part of them (from ZeRO-1 on). Where a
-        layer's update is more than element by element, such as Muon's, that layer's arrays are
-        gathered over data.
+        A stage updates its own layers, and from ZeRO-1 on a data shard updates its part of them. If
+        a layer's update is not elementwise, such as Muon's, the layer's arrays are all-gathered
+        over data.
 
         Args:
           optimizer: an optax transformation.
@@ -287,17 +288,17 @@ class Pipeline(Assembly):
           The new parameters and the new state, sharded like the old ones.
 
         Raises:
-          ValueError: a tree unlike those that the pipeline was built for, or not placed.
+          ValueError: a tree differs from those that the pipeline was built for, or is not placed.
         """
         return training_step.update(self, optimizer, grads, state, params, extra)
 
     def optimizer_placing(self, optimizer: optax.GradientTransformation) -> Placing:
-        """Makes what places an optimizer's state, with shapes and shardings.
+        """The object that places an optimizer's state, with its shapes and shardings.
 
-        ``placing.unplace(state)`` gives it as the optimizer has it for canonical parameters, which
-        fits any mesh, schedule and ZeRO level, and ``placing.place(state)`` undoes that;
-        ``placing.to_host(state)`` unplaces it into the memory of the host. ``placing.placed`` and
-        ``placing.canonical`` are the shapes and shardings of both.
+        ``placing.unplace(state)`` returns the canonical state, which belongs to canonical
+        parameters and fits any mesh, schedule and ZeRO level. ``placing.place(state)`` undoes that.
+        ``placing.to_host(state)`` unplaces into host memory. ``placing.placed`` and
+        ``placing.canonical`` are the shapes and shardings of both forms.
         """
         return self.placed_optimizer(optimizer).placing
 
@@ -306,24 +307,24 @@ class Pipeline(Assembly):
     ) -> Callable[..., tuple[Any, Placed, OptimizerState]]:
         """A whole training step, jitted: ``step(params, state, batch, rng=None, states=None)``.
 
-        It donates parameters, optimizer state and states, compiles once and leaves everything
-        sharded as it was. For the same optimizer and ``update`` it is the same function.
+        The step donates parameters, optimizer state and states, compiles once, and keeps all
+        shardings. The same optimizer and ``update`` give the same function.
 
         Args:
           optimizer: an optax transformation.
-          update: "step" updates after the backward; "chunk" updates every chunk of layers as soon
-            as its gradient is complete, and needs no room for all gradients. For "chunk" the
-            schedule must finish a chunk before the next, as "modular", "breadth-first" and any with
-            one chunk per stage do (or ``weight_slots`` must be all chunks), and the optimizer must
-            update every layer by itself.
+          update: "step" updates after the backward. "chunk" updates each chunk of layers as soon as
+            its gradient is complete, and needs no memory for all gradients. For "chunk", the
+            schedule must finish one chunk before the next, as "modular", "breadth-first" and any
+            schedule with one chunk per stage do (or ``weight_slots`` must cover all chunks), and
+            the optimizer must update every layer independently.
 
         Returns:
-          A function that returns what `value_and_grad` gives beside the gradients, the new
-          parameters and the new optimizer state. Its arguments are those of `value_and_grad`, with
-          the optimizer's state from `init`.
+          A function that returns the first result of `value_and_grad`, the new parameters and the
+          new optimizer state. Its arguments are those of `value_and_grad`, with the optimizer's
+          state from `init`.
 
         Raises:
-          ValueError: a schedule or an optimizer that cannot update chunk by chunk.
+          ValueError: the schedule or the optimizer cannot update chunk by chunk.
 
         Source of "chunk": Lamy-Poirier, "Layered gradient accumulation and modular pipeline
         parallelism", arXiv 2106.02679, section 3.
@@ -345,16 +346,17 @@ class Pipeline(Assembly):
           states: placed states, for a stateful model.
 
         Returns:
-          The loss, a float32 scalar, and gradients like ``placed``, which are summed in float32 and
-          rounded to the dtypes of the parameters where these are narrower. The loss is the mean,
-          weighted or not, of what `Model.head_loss` returns for the microbatches of all data
-          shards, plus the mean of what layers add. With metrics, or states, ``(loss, aux)`` takes
-          its place, as in `jax.value_and_grad` with ``has_aux``: aux is the metrics, the states
-          after the last microbatch, averaged over data shards, or ``(metrics, states)``.
+          The loss and the gradients. The loss is a float32 scalar: the mean (weighted or not) of
+          `Model.head_loss` over the microbatches of all data shards, plus the mean of the layers'
+          own losses. If the model has metrics or states, ``(loss, aux)`` replaces the loss, as in
+          `jax.value_and_grad` with ``has_aux``. ``aux`` is the metrics, the states, or ``(metrics,
+          states)``. The states are those after the last microbatch, averaged over data shards.
+          Gradients are a tree like ``placed``. They are summed in float32 and, for narrower
+          parameters, rounded to their dtypes.
 
         Raises:
-          ValueError: arguments that do not fit the pipeline, layers that do not fit each other, or
-            a loss that is not a float32 scalar.
+          ValueError: the arguments do not fit the pipeline, the layers do not fit each other, or
+            the loss is not a float32 scalar.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         step = self.run_step(placed, batch, rng, states)
@@ -372,19 +374,19 @@ class Pipeline(Assembly):
     def totals(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
     ) -> Tree:
-        """Computes the loss, or ``(loss, metrics)``, of a batch as a part of several batches.
+        """Computes the loss, or ``(loss, metrics)``, of one of several batches, to be added up.
 
         Arguments as for `value_and_grad`.
 
         Returns:
-          What `loss` returns, with a `Weighted` or a `Sum` in place of every value: totals and
-          weights of all microbatches and data shards. A mean without weights weighs as much as the
-          batch has rows; what layers add to the loss counts with the loss's weight. Added up over
-          batches, ``loss.mean`` does not depend on how their rows were divided. Devices along a
-          model axis all count.
+          The result of `loss`, with a `Weighted` or a `Sum` in place of every value: totals and
+          weights of all microbatches and data shards. The weight of an unweighted mean is the
+          number of rows; the layers' own losses have the weight of the loss. If you add the results
+          of several batches, ``loss.mean`` does not depend on how the rows were divided. All
+          devices along a model axis count.
 
         Raises:
-          ValueError: as of `value_and_grad`.
+          ValueError: as for `value_and_grad`.
 
         Example:
           >>> evaluate = jax.jit(pipe.totals)  # doctest: +SKIP
@@ -408,7 +410,7 @@ class Pipeline(Assembly):
           Arrays ``[rows, ...]`` in the order of the batch's rows, sharded like the batch.
 
         Raises:
-          ValueError: as of `value_and_grad`, or an output that does not begin with rows.
+          ValueError: as for `value_and_grad`, or an output whose first dimension is not rows.
         """
         self.check("placed", placed, batch, states, checks.key(rng))
         run = refusing_derivatives(self.program("outputs"), _OUTPUTS)

@@ -21,15 +21,15 @@ from jaxpipe.runtime.types import Activation, OuterParams, Tree
 class Weighted:
     """A mean with weights, as a loss or a metric of one microbatch.
 
-    The batch's value is the sum of ``total`` over all microbatches and data shards, divided by that
-    of ``weight``; 0 if the weights are all 0. As a loss, ``weight`` must follow from the microbatch
-    and its key alone: it is computed before the step, because every gradient needs the sum of all
-    weights. An existing mean, as from `jaxpipe.vocabulary.cross_entropy`, times its weight is a
-    total. Results of several batches are added like arrays: see `Pipeline.totals`.
+    The batch's value is the sum of ``total`` over all microbatches and data shards, divided by the
+    sum of ``weight``, or 0 if all weights are 0. The weight of a loss may depend only on the
+    microbatch and its key: it is computed before the step, because every gradient needs the sum of
+    all weights. To turn a mean, such as that of `jaxpipe.vocabulary.cross_entropy`, into a total,
+    multiply it by its weight. Results of several batches can be added: see `Pipeline.totals`.
 
     Args:
-      total: a weighted sum; as a loss, a float32 scalar.
-      weight: the sum of the weights; as a loss, a scalar.
+      total: a weighted sum; for a loss, a float32 scalar.
+      weight: the sum of the weights; for a loss, a scalar.
 
     Example:
       >>> def head_loss(outer, x, batch, rng):
@@ -55,8 +55,8 @@ class Weighted:
 class Sum:
     """A metric that is summed over microbatches and data shards, not averaged.
 
-    Devices along a model axis all return the same value, for all of them together: where each has a
-    part of the tokens, sum the devices' values with `jax.lax.psum` first.
+    All devices along a model axis must return the same value, that of all of them together. If each
+    has a part of the tokens, sum their values with `jax.lax.psum` first.
 
     Args:
       value: an array of one microbatch; integers stay integers.
@@ -77,10 +77,10 @@ class WithLoss:
     Args:
       x: the layer's output.
       loss: a float32 scalar, such as the balance loss of a mixture of experts times its
-        coefficient. Its mean over microbatches and data shards is added to the loss. As in
-        `Model.head_loss`, metrics may stand beside it: ``(loss, {"name": value})``. All layers that
-        have losses must return the same metrics. A step combines each metric by its rule, over
-        microbatches, data shards and these layers, and returns it beside those of the head.
+        coefficient. Its mean over microbatches and data shards is added to the loss. Like
+        `Model.head_loss`, a layer may also return metrics: ``(loss, {"name": value})``. All layers
+        with losses must return the same metrics. A step combines each metric by its rule, over
+        microbatches, data shards and these layers, and returns it with those of the head.
 
     Example:
       >>> def layer(w, x, batch, rng):
