@@ -67,24 +67,24 @@ class DataConfig(Section):
     path: str = "data/stdlib"
     """Folder that ``python -m train.prepare`` wrote."""
     prepare: str | None = None
-    """Arguments that ``python -m train.prepare`` writes it with, such as "images --source mnist";
-    ``python -m train.prepare --config FILE`` reads them here."""
+    """Arguments with which ``python -m train.prepare`` writes the folder, such as "images --source
+    mnist"; ``python -m train.prepare --config FILE`` reads them here."""
     mix: dict[str, Weight] = {}
-    """More folders with the same tokenizer, each with the weight by which its rows are drawn, such
-    as {data/code: 2.5}; path has the weight 1. All held-out rows are from path."""
+    """More folders with the same tokenizer, each with a weight in proportion to which its rows are
+    drawn, such as {data/code: 2.5}; path has weight 1. All held-out rows come from path."""
     rows: str | None = None
-    """Texts to train on, in place of those of path, that are read and tokenized as the run trains:
-    Parquet or JSON Lines in a file or folder, or module:function that returns a Hugging Face
-    IterableDataset. The tokenizer and the held-out texts, which are left out, are those of path."""
+    """Texts that the run reads and tokenizes while it trains, instead of those of path: Parquet or
+    JSON Lines in a file or folder, or module:function that returns a Hugging Face IterableDataset.
+    The tokenizer and the held-out texts come from path; held-out texts are not trained on."""
     column: str = "text"
-    """The column of rows that holds the texts."""
+    """Column of rows that holds the texts."""
     documents: Literal["joined", "apart", "packed"] = "joined"
-    """Whether a GPT's tokens see the documents before theirs in a row ("joined"), or only their own
-    ("apart"), and whether rows hold whole documents, as far as they are no longer than a row, with
-    about equally much attention in each ("packed")."""
+    """Documents that a GPT's tokens see: all earlier ones in the row ("joined"), or only their own
+    ("apart"). "packed" is "apart" with whole documents in rows, unless they are longer than a row,
+    and about equal amounts of attention in each row."""
     document_tokens: Count | None = None
-    """Tokens of the document that a token is in, on average, where documents are apart or packed:
-    what plans count as attention. As many as a row has without it."""
+    """Mean, over tokens, of the length of their document in tokens, where documents are apart or
+    packed. Plans compute the cost of attention from it; the default is the length of a row."""
 
 
 class MeshConfig(Section):
@@ -95,18 +95,18 @@ class MeshConfig(Section):
     data: Count = 2
     """Data shards."""
     replica: Count = 1
-    """Groups of data shards, such as hosts, that hold the same parts of what pipeline.zero shards:
-    each splits it over data / replica devices. Weights are gathered within a group, and gradients
-    are summed between groups in parts."""
+    """Groups of data shards, such as hosts, within which pipeline.zero shards: each group splits
+    the arrays over data / replica devices. Weights are gathered within a group, and gradients are
+    summed between groups in parts."""
     expert: Count = 1
-    """Number of neighboring data shards that have some of a layer's experts each, and exchange
+    """Number of neighboring data shards that each hold some of a layer's experts, and exchange
     tokens; a divisor of data / replica."""
     context: Count = 1
-    """Devices that share the sequence of every microbatch: each has an early and a late part of it,
-    and gathers keys and values."""
+    """Devices that share the sequence of every microbatch. Each has an early and a late part of
+    it. They exchange heads, or gather keys and values."""
     tensor: Count = 1
-    """Devices that share every layer: heads, hidden units, between them the sequence, and the
-    vocabulary. They talk in every layer, so they belong within a host."""
+    """Devices that share every layer: heads, hidden units, the vocabulary, and between matmuls the
+    sequence. They communicate in every layer, so they should be in one host."""
 
     def sizes(self) -> dict[str, int]:
         """Returns the sizes whose product is the number of devices, by path."""
@@ -128,12 +128,12 @@ class MeshConfig(Section):
 
 
 class PipelineConfig(Section):
-    """The way of a batch through the stages."""
+    """The schedule, and how it runs on the stages."""
 
     schedule: str = "auto"
-    """Name of the schedule; ``jaxpipe schedules`` lists them. Asynchronous: pipemare, pipedream,
-    2bw. Your own: PATH.csv or module:function. "plan" predicts which schedule, chunks, microbatches
-    and remat are fastest on the mesh, and says why."""
+    """Name of the schedule; ``jaxpipe schedules`` lists them. pipemare, pipedream and 2bw are
+    asynchronous. PATH.csv or module:function is a schedule of your own. "plan" predicts which
+    schedule, chunks, microbatches and remat are fastest on the mesh, and says why."""
     chunks: Annotated[int | None, Range(1)] = None
     """Chunks of layers per stage; None for the schedule's own number."""
     microbatches: Count = 8
@@ -141,84 +141,87 @@ class PipelineConfig(Section):
     group: Annotated[int | None, Range(1)] = None
     """Microbatches that stay together, for schedules that group them."""
     sequence_slices: Count = 1
-    """Slices into which the sequences of a microbatch are cut, for long ones (task gpt). A slice
-    keeps its share of a microbatch's activations, and bubbles are that much shorter; keys and
-    values of the slices before stay on their stage. Experts are balanced, and their capacities
-    counted, slice by slice. gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, modular, zb-h1,
-    zb-h2, interleaved-zb and auto read it, and model.sequence_length must be a multiple."""
+    """Slices into which long sequences of a microbatch are cut (task gpt). A slice keeps only its
+    share of a microbatch's activations, and bubbles are shorter by the same factor. Keys and values
+    of earlier slices stay on their stage. Experts are balanced, and their capacities counted, slice
+    by slice. gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, modular, zb-h1, zb-h2,
+    interleaved-zb and auto support it. It must divide model.sequence_length."""
     memory_limit: Annotated[float | None, Range(0, above=True)] = None
-    """Peak in flight per stage, in microbatches of a full stage, for schedules that read it."""
+    """Most microbatches in flight per stage, in microbatches of a full stage, for schedules with a
+    limit."""
     partition: str = "flops"
-    """Rule that splits layers into chunks: "equal", by their "flops", as "measured" on a device, or
-    counts such as "3,2,2,3"."""
+    """Rule that splits layers into chunks: "equal" numbers, equal "flops", equal times as
+    "measured" on a device, or counts such as "3,2,2,3"."""
     vocabulary: Literal["auto", "split", "ends"] = "auto"
-    """Stages that compute embedding and head: "split", all stages together, each with a part of the
-    tables; "ends", only the stages of the first and the last layer, whose time the partition then
-    counts. Ends wait for no other stage, but every stage has whole tables during a step. "auto"
-    chooses the one that takes less time on the device clock."""
+    """Stages that compute embedding and head. "split": all stages together, each with a part of the
+    tables. "ends": only the stages of the first and the last layer, and the partition counts the
+    time. They wait for no other stage, but every stage has whole tables during a step. "auto"
+    chooses the one with the shorter step on the device clock."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    """Values that the backward recomputes: none, all but matmuls ("dots"), or all ("full"). "auto"
-    is "dots" on GPUs, where it takes less time and memory than "none"; elsewhere, and for
+    """Values that the backward recomputes: "none", all but matmuls ("dots"), or all ("full").
+    "auto" is "dots" on GPUs, where it takes less time and memory than "none". Elsewhere, and for
     asynchronous schedules, whose checkpoints hold the residuals, it is "none"."""
     zero: Annotated[int, Range(0, 3)] = 3
-    """Sharding over data: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    """Arrays sharded over data: none (0), optimizer state (1), also gradients (2), also weights
+    (3)."""
     weights: Literal["auto", "stacked", "unrolled"] = "auto"
-    """Whether the weights of a stage's layers are one array per parameter, or one per layer, which
-    saves copies of them on GPUs but takes longer to compile. "auto" is unrolled on GPUs, up to 16
-    layers per stage, where layers are alike and updated after the step, and else stacked."""
+    """Whether a stage stores each parameter in one array for all its layers ("stacked") or in one
+    per layer ("unrolled"), which saves copies on GPUs but takes longer to compile. "auto" is
+    unrolled on GPUs, up to 16 layers per stage, if layers are alike and updated after the step;
+    otherwise stacked."""
     compute_dtype: Literal["bfloat16"] | None = None
-    """Dtype in which stages keep, and data shards gather, copies of the layers' weights, cast once
-    per step and not by every layer for every microbatch. It must be the model's own dtype.
-    Parameters, gradients and the optimizer stay float32; a step keeps half a copy of the weights
-    more, or, with zero 3, halves what is gathered."""
+    """Dtype of copies of the layers' weights that stages keep and data shards gather. They are cast
+    once per step, not by every layer for every microbatch. It must be the model's own dtype.
+    Parameters, gradients and the optimizer stay float32. A step keeps half a copy of the weights
+    more or, with zero 3, halves the gathered bytes."""
     fp8: str | None = None
     """Weights of layers whose matmuls run in 8-bit floats: patterns of their paths, such as
-    "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3, as
-    activations are in the forward pass, and gradients at a matmul's output in E5M2. Layers must be
-    alike and may only multiply by them: not experts that drop nothing, nor norms. `jaxpipe plan`
-    keeps the patterns, and predicts with them."""
+    "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3.
+    Activations are quantized in E4M3, and gradients at a matmul's output in E5M2. Layers must be
+    alike and may only multiply by these weights, which excludes experts that drop nothing, and
+    norms. `jaxpipe plan` keeps the patterns and predicts with them."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
-    """XLA's flags for GPUs that the launcher sets: all that a pipeline needs, all but the one that
-    puts loops into CUDA graphs, or none. What XLA_FLAGS holds already wins, flag by flag."""
+    """XLA flags for GPUs that the trainer sets: all that a pipeline needs, all but the one that
+    puts loops into CUDA graphs, or none. A flag that is already in XLA_FLAGS stays."""
     residuals: Literal["device", "host"] = "device"
-    """Memory in which residuals wait for their backward: the device's, or that of its host, to
-    which most is moved with remat=none and least with remat=full."""
+    """Memory in which residuals wait for their backward: the device's or the host's. remat=none
+    moves most to the host, and remat=full least."""
     pair_layers: bool | None = None
     """Whether forwards and backwards that the schedule overlaps, as dualpipe-v-published does, run
-    layer by layer in one loop, in which matmuls of one hide what the other communicates. null does
-    so on GPUs with tensor, context or expert axes, if layers are alike."""
+    layer by layer in one loop, in which matmuls of one hide communication of the other. null is
+    true on GPUs with tensor, context or expert axes, if layers are alike."""
     update: Literal["step", "chunk"] = "step"
-    """Time at which the optimizer runs: after the "step", with the gradients of all layers; or for
-    every "chunk" as soon as its gradient is complete, which keeps only the gradients of chunks in
-    work. "chunk" needs optimizer.clip_norm 0 and a schedule that finishes one chunk before it goes
-    on to the next, such as modular or breadth-first, and reports no gradient norm; --dry-run shows
-    the memory that it saves."""
+    """Time at which the optimizer runs: after the "step", with the gradients of all layers, or for
+    each "chunk" as soon as its gradient is complete, which keeps only the gradients of unfinished
+    chunks. "chunk" needs optimizer.clip_norm 0 and a schedule that finishes one chunk before the
+    next, such as modular or breadth-first. It reports no gradient norm. --dry-run shows the memory
+    that it saves."""
     weight_slots: Annotated[int | None, Range(1)] = None
     """Chunks of gathered weights (zero 3) and of gradient sums (zero 2 and 3) that a stage keeps at
-    once. With 2 or more, chunks are gathered and reduced under the layers of other chunks, which
-    GPUs and TPUs do at the same time, and less often; --dry-run shows how often. null is 2 on them,
-    for update=step, and else 1, which takes the least memory."""
+    once. With 2 or more, GPUs and TPUs gather and reduce chunks while they compute the layers of
+    other chunks, and less often; --dry-run shows how often. null is 2 on GPUs and TPUs with
+    update=step, and otherwise 1, which takes the least memory."""
 
 
 class AsynchronousConfig(Section):
     """Training that never drains the pipeline; only for schedules pipemare, pipedream and 2bw."""
 
     rescheduling_steps: Annotated[int | None, Range(0)] = None
-    """T1: steps over which the reduced learning rate of late weights rises to the usual one. 0 is
-    off; None means 5 x optimizer.warmup_steps with pipemare, and off with the others."""
+    """T1: steps over which the reduced learning rate of late weights rises to the usual one. 0
+    switches it off. None is 5 x optimizer.warmup_steps with pipemare, and 0 with the others."""
     discrepancy_decay: Annotated[float | None, Range(0, 1, below=True)] = None
-    """T2: decay of the mean step that corrects the weights of the backward. 0 is off; None means
-    0.135 with pipemare, and off with the others."""
+    """T2: decay of the mean step that corrects the weights of the backward. 0 switches it off. None
+    is 0.135 with pipemare, and 0 with the others."""
     recompute_segment: Annotated[int | None, Range(1)] = None
-    """Stages per segment. Only the input of a segment is kept, and it runs forward again just
-    before its backward; None keeps all that the backward needs instead."""
+    """Stages per segment. Only a segment's input is kept, and the segment runs forward again just
+    before its backward. None keeps all residuals instead."""
     warmup_steps: Natural = 0
     """T3: steps of synchronous 1f1b before asynchronous training begins with the same parameters
     and optimizer state."""
 
 
 class CostsConfig(Section):
-    """Costs of a microbatch on a chunk, in any unit; schedules and ticks are made for them.
+    """Costs of a microbatch on a chunk, in any unit, for which schedules and ticks are made.
 
     If chunks differ, these are their means; the printed bubble counts the costs of each chunk. For
     ``auto``, which chooses the chunks, they are the costs of half a stage.
@@ -233,20 +236,19 @@ class CostsConfig(Section):
     message: NonNegative = 0.0
     """One message between stages."""
     attention: Annotated[float, Range(0, 1)] = 0.0
-    """Share of f and b that is attention, which takes longer for later slices of a sequence
+    """Share of attention in f and b. Attention takes longer for later slices of a sequence
     (pipeline.sequence_slices)."""
     rendezvous: bool = False
     """Whether the sender of a message waits for its receiver."""
 
 
 class OptimizerConfig(Section):
-    """AdamW with a linear warm-up and a cosine decay of the learning rate, or what optax has."""
+    """AdamW with a linear warm-up and a cosine decay of the learning rate, or those of optax."""
 
     name: str = "adamw"
     """AdamW, or any optimizer of optax or optax.contrib by its name there, such as muon or lion."""
     arguments: dict[str, Number] = {}
-    """Arguments of an optimizer of optax, such as {weight_decay: 0.1}; AdamW has fields of its own.
-    """
+    """Arguments of an optimizer of optax, such as {weight_decay: 0.1}; AdamW has its own fields."""
     schedule: str = "warmup_cosine"
     """Linear warm-up and cosine decay, or one of optax, such as warmup_constant_schedule."""
     schedule_arguments: dict[str, Number] = {}
@@ -265,20 +267,19 @@ class OptimizerConfig(Section):
     beta2: Beta = 0.95
     """Decay of the running mean of squared gradients."""
     clip_norm: NonNegative = 1.0
-    """Largest norm of the whole gradient; in asynchronous training, of the newest gradient of every
-    part together. 0 is off."""
+    """Largest norm of the whole gradient; in asynchronous training, of the newest gradients of all
+    parts together. 0 switches clipping off."""
     max_skipped: Natural = 0
-    """Steps in a row that may be skipped because their loss or gradient is not finite, or as
-    skip_above says: they change nothing, and the next batch follows. 0 stops at the first."""
+    """Steps in a row that may be skipped because their loss or gradient is not finite, or because
+    of skip_above. A skipped step changes nothing. 0 ends the run at the first."""
     skip_above: NonNegative = 0.0
-    """Also skip steps whose gradient has a larger norm, before clipping; 0 is off."""
+    """Also skip steps whose gradient has a larger norm, before clipping. 0 skips none."""
     ema_decay: Beta = 0.0
-    """Decay of an exponential moving average of the weights, a part of the optimizer's state that
-    takes 4 bytes per parameter. init_from, --evaluate and train.export read it as FOLDER@ema. 0 is
-    off."""
+    """Decay of an exponential moving average of the weights. It is a part of the optimizer's state
+    and takes 4 bytes per parameter. init_from, --evaluate and train.export read it as FOLDER@ema.
+    0 keeps none."""
     offload: bool = False
-    """Keep the optimizer's state in the host's memory, and fetch it for the update of every step.
-    """
+    """Keep the optimizer's state in host memory, and fetch it for the update of every step."""
 
 
 class TrainConfig(Section):
@@ -289,29 +290,30 @@ class TrainConfig(Section):
     batch_size: Count = 32
     """Rows per batch, over all processes: a multiple of pipeline.microbatches x mesh.data."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    """Determines the initial weights, the order of the data, dropout and the sample."""
+    """Seed of the initial weights, the order of the data, dropout and the sample."""
     log_every: Count = 10
     """Steps from one printed line to the next; metrics.jsonl has every step."""
     eval_every: Annotated[int, Range(0)] = 50
-    """Steps from one evaluation to the next; the last step is always evaluated. 0 is off: then no
-    checkpoint is the best."""
+    """Steps from one evaluation to the next; the last step is always evaluated. With 0 there is no
+    evaluation, and so no best checkpoint."""
     eval_batches: Count = 4
     """Held-out batches per evaluation."""
     checkpoint_every: Count = 50
     """Steps from one checkpoint to the next; the last step is always saved."""
     checkpoint_minutes: Annotated[float | None, Range(0, above=True)] = None
-    """Also save at the first printed line that is so many minutes after the last checkpoint."""
+    """Also save at the first printed line this many minutes after the last checkpoint."""
     keep: Count = 2
     """Number of the latest checkpoints to keep; the best one is kept as well."""
     keep_every: Annotated[int | None, Range(1)] = None
-    """Checkpoints of steps that are multiples of it are kept for good; null keeps none of them."""
+    """Keep the checkpoints of all steps that are multiples of this; null keeps none of them."""
     trainable: list[str] | None = None
     """Patterns of the parameters that are trained, such as "layers/*norm*" or "head/*"; others have
     neither gradients nor optimizer state. None trains all, or with lora.rank the adapters alone."""
     noise_every: Natural = 0
-    """Steps from one estimate of the noise scale to the next, at a step's time each; 0 is off."""
+    """Steps from one estimate of the noise scale to the next. Each takes the time of a step. 0
+    makes none."""
     profile_from: Annotated[int | None, Range(1)] = None
-    """First step of a profile by jax.profiler, written to the folder "profile" of the run."""
+    """First step of a profile by jax.profiler, written to the run's folder "profile"."""
     profile_to: Annotated[int | None, Range(1)] = None
     """Last step of the profile; None for the first step only."""
     timeline_at: Annotated[int | None, Range(1)] = None
@@ -350,7 +352,7 @@ class SampleConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Several processes; under Slurm and Open MPI none of this is needed."""
+    """Several processes. Slurm and Open MPI need none of these fields."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0; an IPv6 address in brackets."""
@@ -359,11 +361,11 @@ class DistributedConfig(Section):
     process_id: Annotated[int | None, Range(0)] = None
     """Number of this process, from 0; needs distributed.coordinator."""
     patience_seconds: Positive = 60.0
-    """Time for which the others wait for a silent process, and by which a step may take longer than
-    the longest one so far. Then they name the process and end with status 75."""
+    """Time that the others wait for a silent process, and by which a step may exceed the longest
+    one so far. Then they name the process and end with status 75."""
     copy_every: Natural = 0
-    """Optimizer steps from one copy of the state in the hosts' memory to the next; 0 keeps none.
-    With copies, the others go on without a lost process, on fewer data shards."""
+    """Optimizer steps from one copy of the state in host memory to the next; 0 makes none. With
+    copies, the others continue without a lost process, on fewer data shards."""
 
 
 class WandbConfig(Section):
@@ -374,17 +376,17 @@ class WandbConfig(Section):
 
 
 class Config(Section):
-    """Everything that decides a run."""
+    """The whole configuration of a run."""
 
     run_dir: str = "runs/gpt"
-    """Folder of the run: resolved configuration, metrics, checkpoints, picture of the schedule. Or
-    s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, for which TMPDIR holds a copy while it trains."""
+    """Folder of the run, with its configuration, metrics, checkpoints and picture of the schedule;
+    or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, of which TMPDIR holds a copy during training."""
     task: str = "gpt"
     """Task to train: the name of a file in train/tasks, or module:Class of your own."""
     init_from: str | None = None
-    """The weights to begin with: a Hugging Face folder; or the folder of a run, whose latest
-    checkpoint is meant, or FOLDER@best or FOLDER@STEP; with @ema behind, the moving average of its
-    weights. They decide the model's fields that are not given. None draws the weights."""
+    """Initial weights: a Hugging Face folder, or the folder of a run for its latest checkpoint, or
+    FOLDER@best or FOLDER@STEP. A further @ema reads the moving average of the weights. They decide
+    all fields of the model that you do not set. None draws random weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True
