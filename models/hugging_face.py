@@ -216,16 +216,35 @@ def save(
         )
     trees = {"params": params} | ({"state": {"layers": state}} if family.init_state else {})
     _check_trees(trees, _shapes(family, config))
-    fields = {"model_type": model_type, "dtype": "float32", **family.write(config)}
-    if family.token_ids is not None:
-        fields |= token_id_fields(token_ids or TokenIds(), fields["vocab_size"])
-    tensors = _tensors(family, config, trees)
+    fields, tensors = config_fields(config, token_ids), _tensors(family, config, trees)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as name:
         partial = Path(name)
         library().numpy.save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
         replace_model(folder, partial)
+
+
+def tensors_of(config: Config, trees: PyTree, *, first_layer: int = 0) -> dict[str, np.ndarray]:
+    """Lists a model's arrays, or those of some layers, under the library's names.
+
+    Args:
+      config: the model's shape, of one of `FAMILIES`.
+      trees: ``{"params": ..., "state": {"layers": ...}}``, or parts of it; stacked layers may be
+        some that follow one another.
+      first_layer: the number of the first of these.
+    """
+    return _tensors(FAMILIES[_model_type(config)], config, trees, first_layer)
+
+
+def config_fields(config: Config, token_ids: TokenIds | None = None) -> dict[str, Any]:
+    """Makes the fields of ``config.json``; arguments as of `save`."""
+    model_type = _model_type(config)
+    family = FAMILIES[model_type]
+    fields = {"model_type": model_type, "dtype": "float32", **family.write(config)}
+    if family.token_ids is not None:
+        fields |= token_id_fields(token_ids or TokenIds(), fields["vocab_size"])
+    return fields
 
 
 def save_adapters(folder: str | Path, config: GPTConfig, params: PyTree, *, base: str) -> None:
@@ -333,8 +352,10 @@ def _model_type(config: Config) -> str:
     return nearest
 
 
-def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndarray]:
-    """Lists the model's arrays under the library's names."""
+def _tensors(
+    family: Family, config: Config, trees: PyTree, first: int = 0
+) -> dict[str, np.ndarray]:
+    """Lists the model's arrays, or those of stacked layers from a first one, by their names."""
     names, tensors = _names(family, config), dict[str, np.ndarray]()
     for path, value in jax.tree_util.tree_leaves_with_path(trees):
         if path[-1].key in PASSING:
@@ -343,7 +364,9 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
         layers = array if theirs.stacked else [array]
         if (order := _order(family, config, path)) is not None:
             layers = [layer[..., np.argsort(order)] for layer in layers]
-        for layer, layer_names in zip(layers, theirs.layers, strict=True):
+        begin = first if theirs.stacked else 0
+        numbered = theirs.layers[begin : begin + len(layers)]
+        for layer, layer_names in zip(layers, numbered, strict=True):
             split = _split(family, config, path, layer, len(layer_names), theirs.experts)
             tensors |= {
                 family.prefix + name: np.ascontiguousarray(part, np.float32)
@@ -352,7 +375,7 @@ def _tensors(family: Family, config: Config, trees: PyTree) -> dict[str, np.ndar
     tensors = together(tensors, family.fused)
     tensors |= {
         family.layer.format(n) + name: np.array(value, np.float32)
-        for n in range(config.num_layers if family.constants else 0)
+        for n in range(config.num_layers if family.constants and not first else 0)
         for name, value in family.constants
     }
     # BatchNorm there also counts batches; nothing uses the count, but reading warns without it.

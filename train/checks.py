@@ -18,7 +18,7 @@ from jaxpipe import schedules
 from jaxpipe.errors import shortened, shown
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import adapters, configured, errors, initial, optimizers, tasks
+from train import adapters, configured, errors, initial, optimizers, publish, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -109,6 +109,7 @@ def check(
         _kept_checkpoints,
         optimizers.failures,
         adapters.failures,
+        publish.failures,
         profile.failures,
         noise.failures,
         _processes,

@@ -72,6 +72,9 @@ class DataConfig(Section):
     mix: dict[str, Weight] = {}
     """More folders with the same tokenizer, each with a weight in proportion to which its rows are
     drawn, such as {data/code: 2.5}; path has weight 1. All held-out rows come from path."""
+    domains: dict[str, str] = {}
+    """More folders with the same tokenizer, by the name of what they hold, such as {code:
+    data/code}: each evaluation also reports the loss and perplexity of their held-out rows."""
     rows: str | None = None
     """Texts that the run reads and tokenizes while it trains, instead of those of path: Parquet or
     JSON Lines in a file or folder, or module:function that returns a Hugging Face IterableDataset.
@@ -338,9 +341,24 @@ class LoraConfig(Section):
     4-bit NormalFloat with a factor per 64 inputs of an output."""
 
 
+class PublishConfig(Section):
+    """Weights for a server of the model, such as vLLM or SGLang, while it is trained (task gpt)."""
+
+    path: str | None = None
+    """Folder that all processes and the server see; step_N holds the model after step N, in Hugging
+    Face's form, and the link "latest" is the newest. None publishes nothing."""
+    every: Count = 100
+    """Steps from one to the next; one that is still being written when the next is due is awaited.
+    """
+    keep: Count = 2
+    """Number of the newest to keep."""
+
+
 class SampleConfig(Section):
     """The text that the trained GPT writes."""
 
+    at_checkpoints: bool = False
+    """Also write a sample at every checkpoint, samples/step_N.txt."""
     prompt: str = "def "
     """Text that the GPT continues."""
     num_tokens: Natural = 200
@@ -399,6 +417,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
+    publish: PublishConfig = PublishConfig()
     sample: SampleConfig = SampleConfig()
     distributed: DistributedConfig = DistributedConfig()
     wandb: WandbConfig = WandbConfig()

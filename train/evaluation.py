@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -37,6 +39,19 @@ def run(config: Config) -> None:
     unit = setup.task.loss_unit
     loss = "not finite" if values["loss"] is None else f"{values['loss']:.4f} {unit}".rstrip()
     say(console, f"held-out loss {loss}{metrics} over {num_batches} batches of {size}")
+    losses = {
+        name: recorded(means(setup, state, rows, num_batches)["loss"])
+        for name, rows in setup.task.load_domains().items()
+    }
+    for line in of_domains(losses):
+        say(console, line)
+
+
+def of_domains(losses: Mapping[str, float | None]) -> Iterator[str]:
+    """Writes the loss and the perplexity of each domain."""
+    for name, loss in losses.items():
+        text = "not finite" if loss is None else f"{loss:.4f}, perplexity {math.exp(loss):.4g}"
+        yield f"  {name}: loss {text}"
 
 
 def means(setup: Setup, state: TrainState, heldout: Examples, num_batches: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jaxpipe.checkpoint import Fetch, Found
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from jaxpipe.testing import find_nan
-from train import adapters, configured, evaluation, initial
+from train import adapters, configured, evaluation, initial, plot, publish
 from train.config import Config
 from train.configured import Choice
 from train.data import stream
@@ -356,6 +356,7 @@ class Trainer:
         self.files = run_folder.WrittenFiles(self.config) if jax.process_index() == 0 else None
         self.stop = StopRequest()
         self.examples, self.heldout = setup.task.load()
+        self.domains = setup.task.load_domains()
         size, sharding = self.config.train.batch_size, setup.pipe.batch_sharding
         (shard_size,) = sharding.shard_shape((size,))
         self.stream = stream.batches(
@@ -368,6 +369,7 @@ class Trainer:
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.start_of_data = self.stream.get_state()
         self.evaluated: dict[str, Any] = {}
+        self.publisher = publish.Publisher(setup)
         self.noise = noise.Gauge(setup, self.config.folder / run_folder.METRICS_FILE)
         self.survivor: Survivor | None = None
         self.mode: Mode
@@ -466,6 +468,7 @@ class Trainer:
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
+                self._publish()
                 if unread is not None:
                     # Values are read a step late, so that the devices always have work.
                     self._record(*unread)
@@ -494,7 +497,8 @@ class Trainer:
                     numbers |= self._end()
                 self.evaluated = self._heldout(config.eval_batches) if evaluates else {}
                 times = {"goodput": self.goodput.share, SECONDS: self.goodput.seconds()}
-                entries = numbers | self.evaluated | {"speed": speed.recorded()} | times
+                measured = speed.recorded() | {"bubble": bubble}
+                entries = numbers | self.evaluated | {"speed": measured} | times
                 self._write(self.step, entries)
                 self.check_folder()
                 self.checkpoints.check()
@@ -507,12 +511,19 @@ class Trainer:
                 bar.update(task, completed=self.step)
                 clock = Clock()
                 if stopping and self.step < last:
+                    self.publisher.wait()
                     say(
                         bar.console,
                         f"asked to stop: saved step {self.step}; continue with --resume",
                     )
                     return False
         return True
+
+    def _publish(self) -> None:
+        """Begins to publish the weights, if they are due."""
+        every = self.config.publish.every
+        if self.config.publish.path is not None and self.step % every == 0:
+            self.publisher.begin(self.step, self.mode.settle(self.carried)[0])
 
     def _stages(self, batch: Any, rng: jax.Array | None) -> dict[str, Any]:
         """Measures the time of each stage before the step that the configuration names."""
@@ -525,6 +536,7 @@ class Trainer:
 
     def finish(self) -> float | None:
         """Reports how good the model is, and returns its score."""
+        self.publisher.wait()
         evaluated = self.evaluated or self._heldout(self.config.train.eval_batches)
         # Every process takes part in gathering the weights; the first one alone reports and writes.
         state, _ = self.mode.settle(self.carried)
@@ -538,6 +550,9 @@ class Trainer:
             metrics = "".join(f", {text}" for text in shown(evaluated.get("eval_metrics")))
             loss = f"{evaluated['eval_loss']:.4f} {task.loss_unit}".rstrip()
             say(self.console, f"held-out loss {loss}{metrics}; {baseline}")
+            for line in evaluation.of_domains(evaluated.get("eval_domains", {})):
+                say(self.console, line)
+        plot.write(self.config.folder)
         text, score = task.report(params, layers, self.heldout)
         say(self.console, text)
         return score
@@ -562,8 +577,23 @@ class Trainer:
                 eval_loss=evaluated.get("eval_loss") if is_whole else None,
             )
         self.saved_at = time.monotonic()
+        if self.config.sample.at_checkpoints:
+            self._sample()
         if jax.process_index() == 0 and (whole := self.checkpoints.steps):
             run_folder.note_saved(self.config.folder, max(whole))
+
+    def _sample(self) -> None:
+        """Writes a sample beside the checkpoint."""
+        with self.goodput.on(EVALUATION):
+            state, _ = self.mode.settle(self.carried)
+            weights = self.setup.to_canonical_weights(state)
+            params, layers = multihost_utils.process_allgather(weights, tiled=True)
+            if jax.process_index() != 0:
+                return
+            text, _ = self.setup.task.report(params, layers, self.heldout)
+        folder = self.config.folder / run_folder.SAMPLES
+        folder.mkdir(exist_ok=True)
+        (folder / f"step_{self.step}.txt").write_text(f"{text}\n", encoding="utf-8")
 
     def check_folder(self) -> None:
         """Raises ConfigError if the run folder that this process writes is gone."""
@@ -596,7 +626,14 @@ class Trainer:
             state, _ = self.mode.settle(self.carried)
             means = evaluation.means(self.setup, state, self.heldout, num_batches)
         self._check_finite(self.step, {"held-out loss": float(means["loss"])})
-        return {f"eval_{name}": recorded(value) for name, value in means.items()}
+        found = {f"eval_{name}": recorded(value) for name, value in means.items()}
+        if self.domains:
+            with self.goodput.on(EVALUATION):
+                found["eval_domains"] = {
+                    name: recorded(evaluation.means(self.setup, state, rows, num_batches)["loss"])
+                    for name, rows in self.domains.items()
+                }
+        return found
 
     def _record(self, step: int, values: Any) -> None:
         self._write(step, self._read(step, values))

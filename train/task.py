@@ -160,10 +160,14 @@ class Task(abc.ABC):
           ValueError: the data is missing or damaged, or does not fit the model.
         """
 
+    def load_domains(self) -> dict[str, Examples]:
+        """Loads the held-out examples of further kinds of data, by their names."""
+        return {}
+
     def unread_options(self) -> Iterator[Failure]:
         """Yields a failure for every given field of ``data`` that the family does not read."""
         given, default = self.config.data, DataConfig()
-        for name in ("mix", "documents", "rows"):
+        for name in ("mix", "documents", "rows", "domains"):
             if name not in self.data_options and getattr(given, name) != getattr(default, name):
                 yield Failure(
                     f"data.{name}={getattr(given, name)} has no effect: task={self.config.task} "

@@ -27,7 +27,7 @@ from train.runs.object_lock import ObjectLock
 from train.runs.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SAMPLES = "metrics.jsonl", "samples"
 CHECKPOINTS = "checkpoints"
 CHOICE_FILE = "schedule.json"
 PROGRESS_FILE = "progress.json"

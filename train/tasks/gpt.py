@@ -35,7 +35,7 @@ class GPT(Task):
     slices = True
     adapts = True
     fixed = ("adapters",)
-    data_options = ("mix", "documents", "rows")
+    data_options = ("mix", "documents", "rows", "domains")
     data_kind = "text"
     report_file = "sample.txt"
     free = ("dropout", "balance_loss", "z_loss", "bias_speed", "mtp_loss", "qk_clip")
@@ -98,29 +98,34 @@ class GPT(Task):
         lengths = dict.fromkeys(names, length) | ({} if with_targets else {"tokens": length + 1})
         return {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in lengths.items()}
 
-    def load(self):
+    def _side(self, folder: str, name: str) -> Examples:
+        """Reads one side of a folder."""
+        return self._rows(text.read_tokens(Path(folder) / name), text.read_roles(folder, name))
+
+    def _rows(self, tokens: text.Tokens, roles: text.Tokens | None = None) -> Examples:
         settings, length = self.config.data, self.shape.sequence_length
         end = None if settings.documents == "joined" else text.end_of_text(settings.path)
 
-        def rows(tokens: text.Tokens, roles: text.Tokens | None = None) -> Examples:
-            if settings.documents == "packed":
-                assert end is not None
-                return Packed(tokens, length, end_of_text=end, roles=roles)
-            windows = text.Windows(tokens, length, end_of_text=end)
-            sliced = self.config.pipeline.sequence_slices > 1
-            return text.WithTargets(windows) if sliced else windows
+        if settings.documents == "packed":
+            assert end is not None
+            return Packed(tokens, length, end_of_text=end, roles=roles)
+        windows = text.Windows(tokens, length, end_of_text=end)
+        return text.WithTargets(windows) if self.config.pipeline.sequence_slices > 1 else windows
 
-        def side(folder: str, name: str) -> Examples:
-            return rows(text.read_tokens(Path(folder) / name), text.read_roles(folder, name))
+    def load_domains(self):
+        domains = self.config.data.domains
+        return {name: self._side(folder, text.HELDOUT_FILE) for name, folder in domains.items()}
 
-        heldout = side(settings.path, text.HELDOUT_FILE)
+    def load(self):
+        settings, length = self.config.data, self.shape.sequence_length
+        heldout = self._side(settings.path, text.HELDOUT_FILE)
         if settings.rows is not None:
             shards = self._shards()
             folder = Path(settings.path)
-            return Streamed(shards, folder, sequence_length=length, rows=rows), heldout
-        train = side(settings.path, text.TRAIN_FILE)
+            return Streamed(shards, folder, sequence_length=length, rows=self._rows), heldout
+        train = self._side(settings.path, text.TRAIN_FILE)
         if settings.mix:
-            mixed = [side(folder, text.TRAIN_FILE) for folder in settings.mix]
+            mixed = [self._side(folder, text.TRAIN_FILE) for folder in settings.mix]
             train = Mixture([train, *mixed], [1.0, *settings.mix.values()])
         return train, heldout
 
@@ -142,6 +147,25 @@ class GPT(Task):
                 message = str(error).replace(f"data.path={folder}", f"data.mix={folder}")
                 yield Failure(message, ("data.mix",))
 
+        for name, path in ({} if failures else self.config.data.domains).items():
+            try:
+                self._check_domain(Path(path))
+            except ValueError as error:
+                message = str(error).replace("data.mix", "data.domains")
+                message = message.replace(f"data.path={path}", f"data.domains={path}")
+                yield Failure(f"data.domains.{name}: {message}", ("data.domains",))
+
+    def _check_domain(self, folder: Path) -> None:
+        """Raises ValueError unless there are enough held-out rows of a domain."""
+        self._check_mixed(folder, text.HELDOUT_FILE)
+        config = self.config.train
+        needed = config.eval_batches * config.batch_size
+        if (count := len(self._side(str(folder), text.HELDOUT_FILE))) < needed:
+            raise ValueError(
+                f"data.domains={folder} has {count} held-out rows, too few for train.eval_batches="
+                f"{config.eval_batches} x train.batch_size={config.batch_size}. Prepare more text."
+            )
+
     def _rows_failures(self) -> Iterator[Failure]:
         settings = self.config.data
         if settings.mix:
@@ -161,17 +185,17 @@ class GPT(Task):
         except ValueError as error:
             yield Failure(str(error), ("data.rows", "data.column"))
 
-    def _check_mixed(self, folder: Path) -> None:
+    def _check_mixed(self, folder: Path, name: str = text.TRAIN_FILE) -> None:
         """Raises ValueError unless the rows of another folder can be drawn beside those of path."""
-        meta, tokens = text.read_meta(folder), text.read_tokens(folder / text.TRAIN_FILE)
-        text.check_tokens(folder / text.TRAIN_FILE, tokens, vocab_size=meta.vocab_size)
+        meta, tokens = text.read_meta(folder), text.read_tokens(folder / name)
+        text.check_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
         if meta.tokenizer_sha256 != self.data_digest():
             raise ValueError(
                 f"data.mix={folder} was prepared with another tokenizer than data.path="
                 f"{self.config.data.path}. Prepare it with: python -m train.prepare --tokenizer "
                 f"{self.config.data.path} --out {folder}"
             )
-        self._check_roles(folder, text.TRAIN_FILE)
+        self._check_roles(folder, name)
         if not len(text.Windows(tokens, self.shape.sequence_length)):
             raise ValueError(
                 f"data.mix={folder} has {len(tokens)} tokens, too few for one row of "
