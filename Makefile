@@ -10,12 +10,14 @@ CONFIG ?= configs/gpt-tiny.yaml
 help:  # this list
 	@grep -hoE '^[a-z%-]+:.*  # .*' $(MAKEFILE_LIST) | awk -F':.*  # ' '{ printf "make %-14s %s\n", $$1, $$2 }'
 
+# jax for GPUs where a driver has put nvidia-smi.
+OF_GPUS := $(if $(shell command -v nvidia-smi),$(shell echo ,gpu))
 setup: $(INSTALLED)  # the environment, .venv
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxpipe needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test$(OF_GPUS)]'
 	touch $(INSTALLED)
 
 train: setup  # data and a run of CONFIG, by default configs/gpt-tiny.yaml
