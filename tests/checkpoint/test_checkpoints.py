@@ -56,8 +56,11 @@ OTHERS = [{"schedule": "1f1b", "stage": 4}, {"schedule": "interleaved", "data": 
 @pytest.mark.parametrize(
     "name",
     [
-        *("tied", "stateful", "adapted"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("uneven", "adapted tuple")),
+        *("tied", "stateful"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("uneven", "adapted", "adapted tuple")
+        ),
     ],
 )
 def test_another_layout_restores_what_one_has_saved(name, tmp_path):

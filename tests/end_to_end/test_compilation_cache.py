@@ -42,9 +42,8 @@ jaxpipe.Pipeline(
     [
         (MADE, {}, 1),
         (OWN, {"JAX_NUM_CPU_DEVICES": "2"}, 0),
-        (MADE, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, 0),
     ],
-    ids=["one_device", "two_devices", "four_devices"],
+    ids=["one_device", "two_devices"],
 )
 def test_the_cache_is_used_for_one_device_only(mesh, variables, gained, tmp_path):
     variables |= {

@@ -19,6 +19,16 @@ pytestmark = pytest.mark.end_to_end
 LOOP = TOP / "examples" / "nnx_training_loop.py"
 AROUND_MODELS = sorted({*(TOP / "examples").glob("*.py")} - {LOOP})
 examples = pytest.mark.parametrize("path", AROUND_MODELS, ids=lambda path: path.stem)
+some_examples = pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, marks=[] if path.stem in ("lora", "packed_decoder") else pytest.mark.slow
+        )
+        for path in AROUND_MODELS
+    ],
+    ids=lambda path: path.stem,
+)
 
 
 def script_and_shown(path: Path) -> tuple[str, str]:
@@ -117,7 +127,7 @@ def test_a_loop_of_nnx_is_traced_with_a_pipeline(trace):
     assert trace(LOOP).count(": loss 1.000000, with a pipeline 1.000000\n") == 20
 
 
-@examples
+@some_examples
 def test_an_example_runs_to_its_end_with_a_pipeline_that_is_traced(path, monkeypatch, trace):
     monkeypatch.setattr(testing, "assert_matches_unpipelined", traced_comparison)
     monkeypatch.setattr(jaxpipe.Pipeline, "train_step", traced_step(jaxpipe.Pipeline.train_step))

@@ -145,6 +145,7 @@ def test_a_resume_keeps_the_recorded_schedule(toy_trainer, copy):
     assert json.loads(path.read_text()) == record
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_a_model_that_fits_no_device_trains_a_narrower_one(
     trainer, tmp_path, capsys, monkeypatch
 ):

@@ -10,6 +10,8 @@ import jaxpipe
 from benchmarks.studies import delayed, pipemare_quality
 from jaxpipe.asynchronous import SteadyState
 
+pytestmark = pytest.mark.slow
+
 P, N, ROWS, STEPS, WIDTH = 4, 2, 4, 12, 5
 RATE = 0.05
 

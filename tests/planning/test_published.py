@@ -44,7 +44,14 @@ def test_step_seconds_give_the_share_of_the_peak_that_sources_print():
 
 
 @pytest.mark.parametrize(
-    "name", ["A-n15-16", "D-1.7B", "F-1.5B-24-1F1B", "A-grok-8", "M-mixtral-64"]
+    "name",
+    [
+        *("D-1.7B", "F-1.5B-24-1F1B"),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("A-n15-16", "A-grok-8", "M-mixtral-64")
+        ),
+    ],
 )
 def test_predictions_are_finite_and_near_the_measured(name):
     run = RUNS[name]

@@ -19,6 +19,8 @@ from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.simulate import UNIT, Costs
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def tiny() -> ModelSizes:

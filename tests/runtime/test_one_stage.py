@@ -21,7 +21,11 @@ CONFIG = gpt.GPTConfig(
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
-    ("name", "weights"), [("v-half", "unrolled"), ("interleaved-fused", "stacked")]
+    ("name", "weights"),
+    [
+        pytest.param("v-half", "unrolled", marks=pytest.mark.slow),
+        ("interleaved-fused", "stacked"),
+    ],
 )
 def test_stages_that_run_alone_run_the_schedule_together(name, weights):
     """Every action runs once, on its own stage."""

@@ -158,8 +158,8 @@ PLACES = {
     "tuple, whole": ("tuple", 4, 1, 0, "stacked"),
 }
 OFTEN = {
-    "tuple": {"by path", "adafactor", "muon on a plateau", "MultiSteps"},
-    "uneven": {"adamw, mask", "prodigy", "many in a chain"},
+    "tuple": {"adafactor", "muon on a plateau", "MultiSteps"},
+    "uneven": {"adamw, mask", "many in a chain"},
 }
 CASES = [
     pytest.param(name, place, marks=[] if name in OFTEN.get(place, ()) else pytest.mark.slow)

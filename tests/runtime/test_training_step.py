@@ -44,7 +44,7 @@ def share(leaf: jax.Array) -> int:
             *(("adamw", 2, 2, 0), ("adamw", 2, 2, 1), ("momentum", 2, 2, 2), ("adamw", 2, 2, 3)),
             *(("momentum", 2, 1, 0), ("injected", 1, 2, 1), ("by part", 2, 2, 1)),
         ],
-        *(("adamw", 2, 2, 3), ("by part", 2, 2, 1)),
+        ("adamw", 2, 2, 3),
     ),
 )
 def test_a_step_is_compiled_once_and_leaves_everything_where_it_was(name, stages, data, zero):

@@ -75,12 +75,17 @@ def executed_bubble(setup: Setup) -> float:
     ("task", "stages", "fields"),
     [
         ("toy_family:Uneven", 2, {"schedule": "1f1b", "partition": "7,3"}),
-        ("transformer", 2, {"schedule": "gpipe-fused", "partition": "1,3"}),
         ("gpt", 4, {"schedule": "1f1b", "vocabulary": "split"}),
-        ("gpt", 4, {"schedule": "1f1b", "vocabulary": "ends"}),
         ("toy_family:Toy", 2, {"schedule": "zb-v", "partition": "4,3,2,1"}),
         ("toy_family:Toy", 2, {"schedule": "interleaved-fused"}),
-        ("toy_family:Uneven", 2, {"schedule": "auto"}),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("transformer", 2, {"schedule": "gpipe-fused", "partition": "1,3"}),
+                ("gpt", 4, {"schedule": "1f1b", "vocabulary": "ends"}),
+                ("toy_family:Uneven", 2, {"schedule": "auto"}),
+            )
+        ),
     ],
 )
 def test_the_bubble_is_that_of_the_table_that_is_executed(overlaps, task, stages, fields):

@@ -59,7 +59,6 @@ OF_ONE, OF_EIGHT = (1, {"microbatches": 1}, {}), (8, {"microbatches": 2}, {"stag
     some(
         [("conversations", *OF_ONE), *((name, *OF_EIGHT) for name in HELDOUT)],
         ("conversations", *OF_EIGHT),
-        ("masked words", *OF_EIGHT),
     ),
 )
 def test_the_heldout_loss_does_not_depend_on_the_batch_size(name, batch_size, pipeline, mesh):
