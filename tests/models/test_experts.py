@@ -78,7 +78,7 @@ def expected(config, params, x):
 def test_every_token_gets_the_weighted_sum_of_its_experts(options):
     config = dataclasses.replace(CONFIG, **options)
     apply, params, x = mixture_of(config)
-    y, loss = apply(params, x)
+    y, loss = jax.jit(apply)(params, x)
     assert loss is None or float(loss[1]["dropped"]) == 0
     np.testing.assert_allclose(y, expected(config, params, x), rtol=1e-4, atol=1e-5)
 

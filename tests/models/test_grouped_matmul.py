@@ -45,7 +45,7 @@ def test_products_and_gradients_are_those_of_a_loop_over_groups(sizes):
         return grouped_matmul(x, kernels, jnp.array(sizes), sum(sizes))
 
     y, vjp = jax.vjp(jax.jit(found), x, kernels)
-    expected, expected_vjp = jax.vjp(functools.partial(loop, sizes=sizes), x, kernels)
+    expected, expected_vjp = jax.vjp(jax.jit(functools.partial(loop, sizes=sizes)), x, kernels)
     chex.assert_trees_all_close((y, *vjp(dy)), (expected, *expected_vjp(dy)), rtol=1e-4, atol=1e-5)
 
 
@@ -98,7 +98,8 @@ def test_gradients_of_a_mixture_are_those_of_a_loop_over_experts(likely):
     def found(params, x):
         return (apply(params, x)[0].reshape(factors.shape) * factors).sum()
 
-    (y, counts), gradients = jax.value_and_grad(expected, (0, 1), has_aux=True)(params, x)
+    of_loop = jax.jit(jax.value_and_grad(expected, (0, 1), has_aux=True))
+    (y, counts), gradients = of_loop(params, x)
     assert counts[1] == 0
     assert (likely is None) != (counts.tolist() == [0, 0, 32, 32])
     results = jax.jit(jax.value_and_grad(found, (0, 1)))(params, x)
@@ -139,8 +140,6 @@ def test_tokens_are_gathered_in_both_directions(capacity):
         return jnp.sin(x * jnp.where(kept, scores, 0).sum(axis=1, keepdims=True)).sum()
 
     arguments = jax.random.normal(jax.random.key(1), (6, 5)), jnp.linspace(1, 2, 12).reshape(6, 2)
-    backward = jax.grad(there_and_back, (0, 1))
-    chex.assert_trees_all_close(
-        backward(*arguments), jax.grad(plain, (0, 1))(*arguments), rtol=1e-4
-    )
+    backward, expected = (jax.jit(jax.grad(one, (0, 1))) for one in (there_and_back, plain))
+    chex.assert_trees_all_close(backward(*arguments), expected(*arguments), rtol=1e-4)
     assert "scatter" not in str(jax.make_jaxpr(backward)(*arguments))

@@ -141,10 +141,15 @@ MESSAGES = Costs(1, 1, 1, 0.1)
         ("zb-v", 8, 16, 2, MESSAGES, None, 106.3),
         # Messages of .1 of a full stage's F; fused 1F1B takes 123.8 and ZB-H1 105.8.
         ("hanayo-fused", 8, 32, 2, Costs(0.5, 0.5, 0.5, 0.1), 117.2, 114.0),
-        ("hanayo-fused", 8, 32, 4, Costs(0.25, 0.25, 0.25, 0.1), 124.5, 113.45),
-        ("hanayo-fused", 8, 32, 8, Costs(0.125, 0.125, 0.125, 0.1), 139.3, 122.95),
         ("hanayo", 8, 32, 2, Costs(0.5, 0.5, 0.5, 0.1), 113.5, 102.8),
-        ("hanayo", 8, 32, 4, Costs(0.25, 0.25, 0.25, 0.1), 125.1, 103.1),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("hanayo-fused", 8, 32, 4, Costs(0.25, 0.25, 0.25, 0.1), 124.5, 113.45),
+                ("hanayo-fused", 8, 32, 8, Costs(0.125, 0.125, 0.125, 0.1), 139.3, 122.95),
+                ("hanayo", 8, 32, 4, Costs(0.25, 0.25, 0.25, 0.1), 125.1, 103.1),
+            )
+        ),
         # At the same memory the search over all blocks finds 61.1, 67.7 and 44.5.
         ("v-half", 8, 16, 2, Costs(0.5, 0.5, 0.5, 0.1), 62.7, 61.1),
         ("v-min", 8, 16, 2, Costs(0.5, 0.5, 0.5, 0.1), 71.9, 67.3),

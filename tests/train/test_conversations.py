@@ -15,6 +15,7 @@ from train.config import Config
 from train.data import folder, text, tokenizer_files
 from train.data.packing import Packed
 from train.prepare.__main__ import main
+from train.prepare.conversations import ChatTemplate
 from train.prepare.text import PrepareOptions, prepare
 from train.tasks.gpt import GPT
 
@@ -47,9 +48,6 @@ CONVERSATIONS = [
     ],
     [("user", "two"), ("assistant", "2"), ("user", "and?")],
 ]
-
-LINES = "{", "[]", '{"messages": 3}', '{"messages": [{"content": "a"}]}'
-"""Lines that are no conversation."""
 
 
 def _folder(tmp_path, template=CHATML):
@@ -128,8 +126,8 @@ def test_packed_rows_give_the_loss_of_the_answers(tmp_path):
     examples, _ = GPT(Config.model_validate(settings)).load()
     assert isinstance(examples, Packed)
     rows = examples.read(np.arange(len(examples)), np.zeros((len(examples), 3)))
-    model, params = gpt.model(config), gpt.init(config, jax.random.key(0))
-    found = unpipelined.loss(model, params, jax.tree.map(jnp.asarray, rows))
+    params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
+    found = jax.jit(unpipelined.loss, static_argnums=0)(gpt.model(config), params, rows)
 
     tokens = text.read_tokens(out / "train.tokens")[:]
     roles = text.read_roles(out, "train.tokens")[:]
@@ -148,10 +146,7 @@ def test_packed_rows_give_the_loss_of_the_answers(tmp_path):
         ([[("critic", "a"), ("assistant", "b")]] * 2, CHATML, "refuses it: a critic speaks"),
         ([[("user", None), ("assistant", "b")]] * 2, CHATML, "refuses it: unsupported operand"),
         (CONVERSATIONS[:1], CHATML, "holds 1 conversations. At least 2 are needed"),
-        *(
-            (line, CHATML, 'line 4: every line must be {"messages": .{"role": "us')
-            for line in LINES
-        ),
+        ("{", CHATML, 'line 4: every line must be {"messages": .{"role": "us'),
         (CONVERSATIONS, "{% if %}", "cannot be read"),
         (
             CONVERSATIONS,
@@ -172,6 +167,12 @@ def test_conversations_that_give_nothing_to_learn_are_named(
     error = capsys.readouterr().err
     assert re.search(message, error)
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["[]", '{"messages": 3}', '{"messages": [{"content": "a"}]}'])
+def test_a_line_is_a_conversation(line):
+    with pytest.raises(ValueError, match="every line must be"):
+        ChatTemplate(CHATML, {"eos": "</s>"})(line)
 
 
 def test_a_template_has_a_file_or_a_name(tmp_path):

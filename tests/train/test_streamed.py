@@ -118,10 +118,13 @@ def test_every_text_but_those_held_out_comes_once_an_epoch(top, source, count):
 PACK = {"windows": _windows, "packed": lambda tokens: Packed(tokens, 8, end_of_text=0)}
 
 
-@pytest.mark.parametrize("batch_size", [6, 40], ids=["a shard per row", "rows share shards"])
-@pytest.mark.parametrize("rows", PACK.values(), ids=PACK)
-def test_a_resume_is_exact_also_on_other_processes(top, batch_size, rows):
-    data = _streamed(top, rows=rows)
+@pytest.mark.parametrize(
+    ("batch_size", "kind"),
+    [(6, "windows"), (40, "packed")],
+    ids=["a shard per row", "rows share shards"],
+)
+def test_a_resume_is_exact_also_on_other_processes(top, batch_size, kind):
+    data = _streamed(top, rows=PACK[kind])
     options = {"batch_size": batch_size, "seed": 5}
     unbroken = stream.batches(data, **options)
     before = _take(unbroken, 21)  # in the second window
