@@ -19,7 +19,7 @@ from models.gpt import GPTConfig
 from models.qk_clip import qk_clip
 
 SHAPE = {"vocab_size": 19, "sequence_length": 8, "width": 16, "num_heads": 4, "mlp_width": 12}
-GROUPED = GPTConfig(**SHAPE, num_layers=2, num_kv_heads=2, qk_clip=1e-3, window=3, global_every=2)
+GROUPED = GPTConfig(**SHAPE, num_layers=2, num_kv_heads=2, qk_clip=1e-3, window=3)
 LATENT = GPTConfig(
     **SHAPE, num_layers=2, kv_rank=8, query_rank=6, head_size=4, rotary_size=4, value_size=6,
     qk_clip=1e-3,
@@ -49,7 +49,7 @@ def test_largest_scores_are_those_of_the_pairs_that_are_seen():
 @pytest.mark.parametrize("config", [GROUPED, LATENT], ids=["grouped", "latent"])
 def test_clipped_weights_give_scores_at_the_threshold(config):
     """An update of 0 is clipped; the largest scores then are the smaller of both."""
-    config = dataclasses.replace(config, num_layers=1, window=None, global_every=None)
+    config = dataclasses.replace(config, num_layers=1, window=None)
     model, tokens = gpt.model(config), batch_of(config, 4)
     params = gpt.init(config, jax.random.key(0))
     own = jax.tree.map(lambda w: w[0], params["layers"])

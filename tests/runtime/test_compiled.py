@@ -66,13 +66,16 @@ def batch(microbatches: int = MICROBATCHES):
     return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
 
 
+def step(*case, weights="stacked", config=CONFIG, data=DATA) -> Compiled:
+    return compiled(case, weights, config, data)
+
+
 @functools.cache
-def step(*case, **given) -> Compiled:
-    pipe = make_pipeline(*case, **given)
+def compiled(case: tuple, weights: str, config: gpt.GPTConfig, data: int) -> Compiled:
+    pipe = make_pipeline(*case, weights=weights, config=config, data=data)
     return measure.compiled(pipe, batch(), updates=measure.PLAIN_UPDATES, options=AS_USED)
 
 
-@functools.cache
 def program(*case, **given) -> HloProgram:
     return HloProgram(step(*case, **given).as_text())
 

@@ -30,9 +30,10 @@ ON_DATA = {"stage": 2, "data": 2}
 
 # fmt: off
 CASES = [  # with a tensor axis where the toy is split
+    ("untied", SPLIT, ON_DATA, {"zero": 3, "weights": "unrolled", "residuals": "host"}),
+    ("split", V, {"stage": 2}, {"weights": "unrolled"}),
     ("untied", FUSED, ON_DATA, {"zero": 3, "weights": "unrolled"}),
     ("mixture", SPLIT, {"stage": 2}, {"residuals": "host"}),
-    ("split", V, {"stage": 2}, {"weights": "unrolled"}),
     ("untied", V, {"stage": 2}, {"remat": "full"}),
     ("split", FUSED, ON_DATA, {"zero": 3, "remat": "dots"}),
 ]
@@ -41,7 +42,7 @@ CASES = [  # with a tensor axis where the toy is split
 
 @pytest.mark.parametrize(
     ("name", "schedule", "sizes", "given"),
-    some(CASES, *CASES[:3]),
+    some(CASES, *CASES[:2]),
 )
 def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, given):
     count = schedule.num_microbatches
@@ -167,9 +168,8 @@ def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
     assert (share["w"].shape, share["odd"].shape) == ((32, 8), (6, 4))
 
 
-def executed(pipe, opcode):
+def executed(pipe, program, opcode):
     """How many collectives of a kind one step executes for layers, from its compiled text."""
-    program = HloProgram(measure.compiled(pipe, toys.named("tied").batch(32)).as_text())
     found = 0
     bodies = program.tick_bodies()
     for parts in pipe.table.parts(gathers=pipe.options.zero == 3, reduces=True):
@@ -194,9 +194,10 @@ def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
     pipe = toys.pipeline("tied", schedule, toys.ON_DATA, **given)
     leaves = jax.tree.leaves(pipe.layout.layers.piece)
     split = sum(leaf.data_dim is not None for leaf in leaves)
+    program = HloProgram(measure.compiled(pipe, toys.named("tied").batch(32)).as_text())
     assert pipe.table.reduces.counts == (reduces,) * 2
     # All chunks but the last, or the first, move in shares.
-    assert executed(pipe, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * count)
+    assert executed(pipe, program, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * count)
     if zero == 3:
         assert pipe.table.gathers.counts == (gathers,) * 2
-        assert executed(pipe, "all-gather") == 2 * split * (1 + (gathers - 1) * count)
+        assert executed(pipe, program, "all-gather") == 2 * split * (1 + (gathers - 1) * count)

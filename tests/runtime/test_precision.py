@@ -147,7 +147,7 @@ def summed(params: dict) -> dict:
     ("layers", "zero", "update"),
     some(
         [("unrolled", 1, "step"), ("tuple", 2, "step"), ("stacked", 3, "chunk")],
-        *(("tuple", 2, "step"), ("stacked", 3, "chunk")),
+        ("stacked", 3, "chunk"),
     ),
 )
 def test_gradients_of_narrow_parameters_are_summed_in_float32(layers, zero, update):

@@ -176,7 +176,8 @@ def test_the_rate_ends_with_the_run_and_only_matrices_decay():
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_the_layout_does_not_change_what_an_optimizer_does(name):
     """Muon and Adafactor look at the shapes of parameters, which lie stacked and sharded."""
     results = []
