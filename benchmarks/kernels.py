@@ -99,14 +99,16 @@ def kernel(
     if _GROUPED in row.text:
         moved = sum(sum(one.bytes) for one in (*read, row))
         return Kernel(Use.MATMUL, _grouped_flops(read, row), moved)
-    if found := _CUBLAS.search(row.text):  # on a GPU; without one, matmuls are fusions
-        summed = math.prod(read[0].shapes[0][int(dim)] for dim in re.findall(r"\d+", found[1]))
+    if _CUBLAS.search(row.text):  # on a GPU; without one, matmuls are fusions
         moved = sum(sum(one.bytes) for one in read) + row.bytes[0]
-        return Kernel(Use.MATMUL, 2 * math.prod(row.shapes[0]) * summed, moved)
+        return Kernel(Use.MATMUL, _cublas_flops(program, computation, row), moved)
     if row.opcode in ("fusion", "fusion-start"):
         inside = row.calls["calls"]
         flops = program.dot_flops(inside)
         moved, written = _fusion_bytes(program, inside, read)
+        for one in filter(lambda one: _CUBLAS.search(one.text), program.computations[inside]):
+            flops += _cublas_flops(program, inside, one)  # slices are read and written in place
+            moved -= one.bytes[-1]  # its work space
     else:
         flops = program.flops_of_dot(computation, row) if row.opcode == "dot" else 0
         written = [(row, sum(row.bytes))]
@@ -115,6 +117,13 @@ def kernel(
         if row.opcode == "dynamic-update-slice":
             moved, written = 2 * sum(read[1].bytes), [(read[1], sum(read[1].bytes))]
     return Kernel(_use(program, row, flops, [one for one, _ in written], weights), flops, moved)
+
+
+def _cublas_flops(program: HloProgram, computation: str, row: Instruction) -> int:
+    found, left = _CUBLAS.search(row.text), program.operands(computation, row)[0]
+    assert found is not None
+    summed = math.prod(left.shapes[0][int(dim)] for dim in re.findall(r"\d+", found[1]))
+    return 2 * math.prod(row.shapes[0]) * summed
 
 
 def _use(

@@ -45,9 +45,11 @@ LAUNCH = Peak("launch of a kernel", 3e-6, "between two kernels of one stream: as
 WAIT = Peak("host wait", 10e-6, "a copy of one flag to the host and the launch after it: assumed")
 
 _STARTS = {"collective-permute", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+_SLICES = "dynamic_slice_fusion"
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUPS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 Trips = Callable[[Instruction], float]
@@ -152,12 +154,15 @@ class Roofline:
         return spent + Counter({Use.LAUNCHES: LAUNCH.value, Use.WAITS: WAIT.value})
 
     def _asks(self, loop: Instruction) -> bool:
-        """Whether the host asks the device if the loop goes on: where it communicates, and so is in
-        no CUDA graph, and its trips are unknown."""
+        """Whether the host asks the device if the loop goes on: where its trips are unknown, and it
+        is in no CUDA graph, since it communicates, or matmuls read slices where they lie."""
         if loop.name not in self._asks_host:
             inside = self.program.reached(loop.calls["body"], into_loops=True)
-            communicates = any(row.opcode.removesuffix("-start") in _STARTS for row in inside)
-            self._asks_host[loop.name] = communicates and not _TRIPS.search(loop.text)
+            stays = any(
+                row.opcode.removesuffix("-start") in _STARTS or _SLICES in row.text
+                for row in inside
+            )
+            self._asks_host[loop.name] = stays and not _TRIPS.search(loop.text)
         return self._asks_host[loop.name]
 
     def _kernel(self, computation: str, row: Instruction) -> Spent:
@@ -216,7 +221,15 @@ def device_groups(text: str) -> list[list[int]]:
     Example:
       >>> device_groups("replica_groups=[2,4]<=[4,2]T(1,0)")
       [[0, 2, 4, 6], [1, 3, 5, 7]]
+      >>> device_groups("replica_groups=mesh['data'=2,'stage'=4] {'data'}")
+      [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
+    if found := _MESH.search(text):
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+        inside = [number for number, name in enumerate(axes) if f"'{name}'" in found[2]]
+        devices = np.arange(math.prod(axes.values())).reshape(list(axes.values()))
+        moved = np.moveaxis(devices, inside, range(-len(inside), 0))
+        return moved.reshape(-1, math.prod(list(axes.values())[n] for n in inside)).tolist()
     if found := _GROUPS.search(text) or _PAIRS.search(text):
         return [
             [int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", found[1])

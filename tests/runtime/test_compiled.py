@@ -19,7 +19,7 @@ from benchmarks.hlo import HloProgram, Instruction, is_around, pass_of
 from benchmarks.roofline import device_groups
 from jaxpipe.runtime import assembly, measure
 from jaxpipe.runtime.measure import buffers
-from jaxpipe.runtime.tick import prepare
+from jaxpipe.runtime.tick import fixed, prepare
 from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
 
@@ -323,6 +323,24 @@ def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
     assert sum(pass_of(row) is not None for row in known.loops(tick)) == 3 * STAGES
     monkeypatch.setattr(prepare, "_MOST_COPIES", 0)
     assert writes_in_slots(program())
+
+
+def test_stacked_layers_are_slices_at_the_number_of_a_loop(monkeypatch):
+    """XLA for GPUs reads and writes them where they lie if the loop's trips are known."""
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
+    monkeypatch.setattr(fixed, "FUSES_SLICES", True)
+    config = dataclasses.replace(CONFIG, num_layers=3 * STAGES)
+    pipe = make_pipeline("zb-h1", "dots", 0, data=1, config=config)
+    found = HloProgram(measure.compiled(pipe, batch(), options=AS_USED).as_text())
+    layers = 3
+    for loops in found.layer_loops().values():
+        assert len(loops) == STAGES
+        for loop in loops:
+            inside = found.reached(loop.calls["body"], into_loops=False)
+            (over_layers,) = (row for row in inside if row.opcode == "while")
+            assert f'"known_trip_count":{{"n":"{layers}"}}' in over_layers.text
+    kept = jax.tree.leaves([buffers(pipe, batch())[name] for name in fixed.RESIDUALS])
+    assert {leaf.shape[0] for leaf in kept} == {layers}
 
 
 def test_slots_are_known_while_the_program_does_not_grow_too_large(monkeypatch):

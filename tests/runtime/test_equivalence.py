@@ -18,6 +18,7 @@ from jaxpipe.runtime import assembly
 from jaxpipe.runtime.checks import num_layers
 from jaxpipe.runtime.layers.model import layer_key
 from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.tick import fixed
 from jaxpipe.schedule import Costs, catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")
@@ -48,7 +49,8 @@ CASES = [
     ("mixture stateful", "breadth-first-fused", {"stage": 2},
      {"microbatches": 3, "together": True}),
     ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled", "late": True}),
-    ("untied", PACED, {"stage": 4, "data": 2}, {"zero": 3, "microbatches": 6, "late": True}),
+    ("untied", PACED, {"stage": 4, "data": 2},
+     {"zero": 3, "microbatches": 6, "late": True, "slices": True}),
 ]
 SLOW = [
     ("untied", "1f1b-fused", {"stage": 1}, {"remat": "dots", "microbatches": 1}),
@@ -79,13 +81,14 @@ SLOW = [
 def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, options, monkeypatch):
     """Devices with tiles keep values of one kind of layers in their shapes, as TPUs do; messages
     are late where devices transfer while they compute, as GPUs do, and there unrolled programs know
-    the slots of what layers keep."""
-    changes = {"together", "tiles", "late"} & options.keys()
+    the slots of what layers keep, and stacked ones do where XLA fuses slices."""
+    changes = {"together", "tiles", "late", "slices"} & options.keys()
     options = {key: value for key, value in options.items() if key not in changes}
     if "together" in changes:
         toys.compute_together(monkeypatch)
     if "tiles" in changes:
         monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
+    monkeypatch.setattr(fixed, "FUSES_SLICES", "slices" in changes)
     if "late" in changes:
         monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     pipe = toys.check(name, schedule, sizes, **options)

@@ -33,6 +33,8 @@ from jaxpipe.schedule.lowering.table import Chunk
 class _Alike(LayerLayout):
     """Parameters of layers that are alike; places count rows, of all chunks."""
 
+    in_rows = True
+
     def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
         def leaf_of(path: Path, w: Tree) -> Leaf:
             return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))

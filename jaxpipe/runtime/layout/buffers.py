@@ -175,31 +175,30 @@ def _shape(size: int, unit: int) -> tuple[int, ...]:
 
 
 class KnownSlots:
-    """Buffers whose slots the program knows, for layers of one kind: every value of every layer has
-    an array of its own in every slot, into which a kernel can write it.
+    """Buffers whose slots the program knows, for layers of one kind: every value has a flat array
+    of its own in every slot, and for every layer, into which a kernel can write it.
 
-    The buffers are a dictionary from ``slot * layers + layer`` to the values of that layer.
+    The buffers are a dictionary from ``slot * layers + layer`` to the values of that layer; if they
+    are stacked, from slots to the values of all layers, ``[layers, size]``.
 
     Args:
       values: the shapes of a layer's values.
       num_layers: layers of the largest chunk.
-      tiled: as for `SharedBuffers`; elsewhere the arrays are flat.
+      stacked: whether the layers of a chunk share arrays.
     """
 
     on_host = False
 
     def __init__(
-        self, values: Sequence[jax.ShapeDtypeStruct], num_layers: int, *, tiled: bool
+        self, values: Sequence[jax.ShapeDtypeStruct], num_layers: int, *, stacked: bool
     ) -> None:
-        self._values, self._num_layers, self._tiled = values, num_layers, tiled
+        self._values, self._num_layers, self._stacked = values, num_layers, stacked
 
     def shapes(self, slots: int) -> dict[int, list[jax.ShapeDtypeStruct]]:
         """Shapes of the arrays."""
-        own = [
-            jax.ShapeDtypeStruct(leaf.shape if self._tiled else (leaf.size,), leaf.dtype)
-            for leaf in self._values
-        ]
-        return dict.fromkeys(range(slots * self._num_layers), own)
+        rows, arrays = ((self._num_layers,), 1) if self._stacked else ((), self._num_layers)
+        own = [jax.ShapeDtypeStruct((*rows, leaf.size), leaf.dtype) for leaf in self._values]
+        return dict.fromkeys(range(slots * arrays), own)
 
     def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
         """Makes the arrays, filled with what ``fill`` makes of a shape."""
@@ -207,7 +206,7 @@ class KnownSlots:
 
     def part(self, buffers: Arrays, slots: Iterable[tuple[int, Iterable[int]]]) -> Arrays:
         """As `SharedBuffers.part`."""
-        numbers = {slot * self._num_layers + layer for slot, layers in slots for layer in layers}
+        numbers = {self._number(slot, layer) for slot, layers in slots for layer in layers}
         return {n: buffers[n] for n in sorted(numbers)}
 
     def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
@@ -216,15 +215,19 @@ class KnownSlots:
 
     def read(self, buffers: Arrays, kind: int, slot: int, at: At) -> list[jax.Array]:
         """As `SharedBuffers.read`."""
-        own = buffers[slot * self._num_layers + at[2]]
+        own = buffers[self._number(slot, at[2])]
+        own = at_slot(own, at[2]) if self._stacked else own
         return [w.reshape(leaf.shape) for w, leaf in zip(own, self._values, strict=True)]
 
     def write(
         self, buffers: Arrays, kind: int, slot: int, at: At, values: Sequence[jax.Array]
     ) -> Arrays:
         """As `SharedBuffers.write`."""
-        own = [w if self._tiled else w.reshape(-1) for w in values]
-        return buffers | {slot * self._num_layers + at[2]: own}
+        own, number = [w.reshape(-1) for w in values], self._number(slot, at[2])
+        return buffers | {number: put_slot(buffers[number], at[2], own) if self._stacked else own}
+
+    def _number(self, slot: int, layer: Index) -> Index:
+        return slot if self._stacked else slot * self._num_layers + layer
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:

@@ -93,10 +93,12 @@ class LayerLayout(Piece, abc.ABC):
       placed: the arrays of one stage, every one a `Leaf`.
       piece: the arrays that are gathered or reduced at once, every one a `Leaf`.
       in_shares: whether a piece may move in shares.
+      in_rows: whether layers are rows, which are alike.
       own_arrays: whether every row has arrays of its own.
       slot_dim: if not, the dimension of a stage's arrays along which slots follow each other.
     """
 
+    in_rows: ClassVar[bool] = False
     own_arrays: ClassVar[bool] = False
     in_shares: ClassVar[bool] = True
     slot_dim: ClassVar[int] = 0
@@ -218,21 +220,19 @@ class LayerLayout(Piece, abc.ABC):
         return lax.fori_loop(lo, hi, step, (arrays, carry))
 
     def part(self, arrays: Arrays, chunks: Collection[Chunk]) -> Arrays:
-        """Selects the arrays of some chunks, where every row has arrays of its own."""
-        raise NotImplementedError
+        """Selects the arrays in which some chunks lie: here all."""
+        return arrays
 
     def with_part(self, arrays: Arrays, part: Arrays) -> Arrays:
         """Replaces such a part."""
-        raise NotImplementedError
+        return part
 
     def run_chunk(
         self, chunk: Chunk, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
     ) -> tuple[Arrays, Carry]:
-        """Runs the layers of a chunk, which the program knows, without a loop.
-
-        Layouts in which every row has arrays of its own can. Arguments are as for `loop`.
-        """
-        raise NotImplementedError
+        """Runs the layers of a chunk, which the program knows: in a loop whose trips it knows, or,
+        where every row has arrays of its own, without one. Arguments are as for `loop`."""
+        return self.loop((chunk[0], 0, chunk[1]), body, arrays, carry, down=down)
 
     def loop_pairs(
         self,

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import DictKey
 
+from jaxpipe.runtime.barriers import Carry, tie
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
@@ -74,6 +75,8 @@ RESIDUALS_OF = {
     Kind.W: ("until_w", "crossing"),
 }
 """Names of the residuals that an action reads or writes."""
+FUSES_SLICES = jax.__version_info__ >= (0, 12)
+"""Whether XLA for GPUs lets matmuls read and write slices of a stack where they lie."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
 """Values that it hands from slice to slice of a sequence, and their cotangents."""
 
@@ -223,14 +226,21 @@ class Fixed:
 
     @property
     def knows_chunks(self) -> bool:
-        """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled:
-        on GPUs, where rows have arrays of their own, unless pairs leave a part of a chunk to run.
+        """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled,
+        or loop with trips that are known: on GPUs, unless pairs leave a part of a chunk to run.
 
-        XLA for CPUs gains nothing, and keeps what several layers of a chunk compute.
+        Stacked layers gain where XLA fuses slices whose place follows from a loop's number into
+        matmuls. XLA for CPUs gains nothing, and keeps what several layers of a chunk compute.
         """
         setup = self.setup
-        on_gpu = setup.overlaps and not setup.tiled
-        return on_gpu and setup.cells_in_table and self.params.own_arrays and not self.pairs
+        on_gpu = setup.overlaps and not setup.tiled and setup.cells_in_table
+        gains = self.params.own_arrays or (self.params.in_rows and FUSES_SLICES)
+        return on_gpu and gains and not self.pairs
+
+    @property
+    def loops_in_chunk(self) -> bool:
+        """Whether the layers of such a chunk are a loop."""
+        return self.knows_chunks and not self.params.own_arrays
 
     def fields(self, kind: Kind, known: Collection[str]) -> tuple[str, ...]:
         """Names the fields of a kind's cells that the program knows, if it knows these slots."""
@@ -431,6 +441,15 @@ class LayerWork(Work):
         shared = self.held.outer[SHARED] if setup.shares else None
         scales = self.read(self.held.scales) if setup.quantizes else []
         return self.fixed.weights.layer(self), scales, shared
+
+    def tied_weights(self, carried: Carry) -> tuple[tuple[list[Stored], list[Stored], Tree], Carry]:
+        """`weights`, and a value that the loop carries, tied to each other.
+
+        A slice behind a barrier would be copied. Slices that a loop of known trips reads need none:
+        they depend on its number, and the stacks are tied to the loop around it.
+        """
+        weights = self.weights()
+        return (weights, carried) if self.fixed.loops_in_chunk else tie(weights, carried)
 
     def params(self, weights: tuple[list[Stored], list[Stored], Tree]) -> LayerParams:
         """Makes what the layer's function is given as its parameters, from its weights.

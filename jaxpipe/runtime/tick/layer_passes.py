@@ -180,8 +180,10 @@ def _layer_body(work: Work) -> Body:
 
     def body(chunk: Index, layer: Index, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
         carried = _run_layer(work, chunk, layer, rest.but(gradients=sums))
-        carried, messages = tie(carried.but(messages={}), carried.messages)
-        return carried.gradients, carried.but(gradients=None, messages=messages)
+        if not work.fixed.loops_in_chunk:  # XLA fuses no write that a barrier reads
+            carried, messages = tie(carried.but(messages={}), carried.messages)
+            carried = carried.but(messages=messages)
+        return carried.gradients, carried.but(gradients=None)
 
     return body
 
@@ -200,6 +202,9 @@ def _run_chunks(
 
     def run_one(cell: Cell, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
         known = dataclasses.replace(work, cell=cell)
+        if fixed.loops_in_chunk:
+            held, messages = tie(work.held, rest.messages)
+            known, rest = dataclasses.replace(known, held=held), rest.but(messages=messages)
 
         def body(chunk: int, layer: int, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
             part = known.part_of(rest, [(cell, [layer])])
@@ -250,7 +255,7 @@ def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carr
 def _forward(work: LayerWork, carried: Carried) -> Carried:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
-    weights, message = tie(work.weights(), carried.messages[INBOX[work.action]])
+    weights, message = work.tied_weights(carried.messages[INBOX[work.action]])
     x, context = fixed.activation(message, kind.x), work.context()
     if kind.carry is not None:
         x = x, work.carry(carried, CARRY)
@@ -280,8 +285,8 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
 def _backward(work: LayerWork, carried: Carried) -> Carried:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    read = work.weights(), carried.residuals
-    (weights, buffers), message = tie(read, carried.messages[INBOX[work.action]])
+    weights, message = work.tied_weights(carried.messages[INBOX[work.action]])
+    buffers, message = tie(carried.residuals, message)
     carried = carried.but(residuals=buffers)
     residuals = work.residuals(carried, *RESIDUALS_OF_F)
     run = kind.split.backward_fused if fused else kind.split.backward_input
@@ -301,8 +306,8 @@ def _backward(work: LayerWork, carried: Carried) -> Carried:
 
 
 def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
-    read = work.weights(), carried.residuals
-    (weights, buffers), sums = tie_to_smallest(read, carried.gradients)
+    buffers, sums = tie_to_smallest(carried.residuals, carried.gradients)
+    weights, buffers = work.tied_weights(buffers)
     carried = carried.but(residuals=buffers)
     residuals = work.residuals(carried, "until_w", "crossing")
     args = work.params(weights), *residuals, *work.context()

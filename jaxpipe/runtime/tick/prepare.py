@@ -126,7 +126,8 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
     known = _known(fixed) if alike and not on_host else ()
     for name, values in _left_behind(fixed.layers, setup).items():
         if name in known:
-            buffers[name] = KnownSlots(values[0], kind_of.shape[2], tiled=setup.tiled)
+            stacked = fixed.loops_in_chunk
+            buffers[name] = KnownSlots(values[0], kind_of.shape[2], stacked=stacked)
         else:
             buffers[name] = SharedBuffers(
                 values, kind_of, tiled=setup.tiled, on_host=name in on_host
@@ -143,7 +144,7 @@ def _known(fixed: Fixed) -> tuple[str, ...]:
     def fits(known: tuple[str, ...]) -> bool:
         """Counts the layers in the loops of all bodies of ticks."""
         copies = sum(
-            cell["layers"]
+            1 if fixed.loops_in_chunk else cell["layers"]
             for parts in fixed.bodies[0]
             for kind in filter(parts.has, passes)
             for cell in fixed.table.cells(kind, fixed.fields(kind, known))
