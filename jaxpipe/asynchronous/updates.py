@@ -42,7 +42,7 @@ from jaxpipe.runtime.types import (
 )
 from jaxpipe.runtime.update.optimizer import PARTS, PlacedOptimizer
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, Integer, Row
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Integer, Row
 
 KEPT = ("inputs", "read_states", "recomputed")
 
@@ -277,7 +277,7 @@ class Updated(GradientSink):
             states = read_slot(kept["read_states"], slots[Kind.R], count, slot_dim)
         given = carried.but(weights=None, finished=None, states=states, messages={"x": message})
         work = Work(fixed, batch, carried.weights, Kind.R, cells[Kind.R])
-        after = run_layers(work, given)
+        after = run_layers(work, given, BodyParts())
         runs = cells[Kind.F].runs
         inbox = at_slot(after.inboxes["x"], cells[Kind.F].inbox)
         inputs = run_if(

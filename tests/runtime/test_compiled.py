@@ -229,6 +229,7 @@ def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
 
 def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(monkeypatch):
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
+    monkeypatch.setattr(fixed, "FUSES_SLICES", False)  # one loop over layers for each pass
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
     compiled = HloProgram(measure.compiled(pipe, batch(16), options=AS_USED).as_text())
     assert sum(layer_flops(compiled)) == 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS["full"]

@@ -59,6 +59,9 @@ def test_cells_have_the_numbers_of_their_places():
         for place in map(tuple, np.argwhere(numbers != NONE)):
             found = {field: getattr(cell, field)[place] for field in fields}
             assert places[numbers[place]] == found
+        some = np.arange(table.num_ticks) % 3 == 1
+        numbers_of_some = set(numbers[some].ravel()) - {NONE}
+        assert table.cells(kind, fields, some) == {n: places[n] for n in sorted(numbers_of_some)}
 
 
 def test_two_kinds_of_backward_become_one():

@@ -246,6 +246,13 @@ class Fixed:
         """Names the fields of a kind's cells that the program knows, if it knows these slots."""
         return "chunk", "layers", *(name for name in RESIDUALS_OF[kind] if name in known)
 
+    def cells(
+        self, kind: Kind, known: Collection[str], parts: BodyParts
+    ) -> dict[int, dict[str, int]]:
+        """The cells of a kind that ticks with these parts have, by number."""
+        ticks = np.asarray([one == parts for one in self.table.parts(**self._moves)])
+        return self.table.cells(kind, self.fields(kind, known), ticks)
+
     def numbered(self, kind: Kind, cell: Cell) -> Cell:
         """The cells of a kind with their numbers."""
         numbers = self.table.cell_numbers(kind, self.fields(kind, self.known_slots))
@@ -260,8 +267,13 @@ class Fixed:
     def bodies(self) -> tuple[tuple[BodyParts, ...], np.ndarray]:
         """The parts of ticks that occur, and how many ticks of each follow each other:
         `TickTable.runs`."""
+        return self.table.runs(**self._moves)
+
+    @property
+    def _moves(self) -> dict[str, bool]:
+        """What moves over data, as arguments of `TickTable.runs`."""
         reduces = self.gradients is not None and self.gradients.reduces(self)
-        return self.table.runs(gathers=self.weights.gathers, reduces=reduces)
+        return {"gathers": self.weights.gathers, "reduces": reduces}
 
     @property
     def num_layers(self) -> int:

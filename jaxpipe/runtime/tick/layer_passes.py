@@ -12,7 +12,7 @@ of them for a barrier, but lets computations read them where they lie.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ def run_cells(
         carried, turns = _run_pairs(works, kind, carried)
         done = done + turns
     for work in works.values():
-        carried = run_layers(work, _arriving(work, carried), done)
+        carried = run_layers(work, _arriving(work, carried), parts, done)
     messages = carried.messages
     if fixed.setup.options.poison:
         for action, work in works.items():
@@ -144,7 +144,7 @@ def _overlapped(works: dict[Kind, Work], kind: Kind) -> Work:
     return dataclasses.replace(b, action=kind, cell=cell)
 
 
-def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
+def run_layers(work: Work, carried: Carried, parts: BodyParts, done: Index = 0) -> Carried:
     """Runs the layers of a cell, last first if it is a backward, without the first that are done.
 
     The output of earlier loops of the tick goes through this loop: sent before it, a message would
@@ -164,7 +164,7 @@ def run_layers(work: Work, carried: Carried, done: Index = 0) -> Carried:
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
         if work.fixed.knows_chunks:
-            sums, rest = _run_chunks(work, work.cell.number + lo, sums, rest, down=down)
+            sums, rest = _run_chunks(work, parts, work.cell.number + lo, sums, rest, down=down)
         else:
             body = _layer_body(work)
             sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
@@ -189,16 +189,19 @@ def _layer_body(work: Work) -> Body:
 
 
 def _run_chunks(
-    work: Work, number: Index, sums: Arrays, rest: Carried, *, down: bool
+    work: Work, parts: BodyParts, number: Index, sums: Arrays, rest: Carried, *, down: bool
 ) -> tuple[Arrays, Carried]:
     """Runs the cell of this number, whose place the program knows; none if it is `NONE`.
 
-    A loop of one trip or none stands around all cells, in it loops around fewer of them, and so on
-    down to one: a stage passes few of them, however many cells there are.
+    A loop of one trip or none stands around all cells that ticks with these parts have, in it loops
+    around fewer of them, and so on down to one: a stage passes few of them, however many cells
+    there are.
     """
     fixed, params = work.fixed, work.fixed.params
-    places = fixed.table.cells(work.action, fixed.fields(work.action, fixed.known_slots))
-    cells = [dataclasses.replace(work.cell, **place) for place in places]
+    places = fixed.cells(work.action, fixed.known_slots, parts)
+    if not places:
+        return sums, rest
+    cells = {n: dataclasses.replace(work.cell, **place) for n, place in places.items()}
 
     def run_one(cell: Cell, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
         known = dataclasses.replace(work, cell=cell)
@@ -213,7 +216,7 @@ def _run_chunks(
 
         return params.run_chunk((cell.chunk, cell.layers), body, sums, rest, down=down)
 
-    def run_among(numbers: range, through: tuple[Index, Arrays, Carried]) -> Any:
+    def run_among(numbers: Sequence[int], through: tuple[Index, Arrays, Carried]) -> Any:
         """Runs the cell if it is one of these, and returns `NONE` in place of its number."""
         first, last = numbers[0], numbers[-1]
         known = [(cells[n], range(cells[n].layers)) for n in numbers]
@@ -237,7 +240,7 @@ def _run_chunks(
             )
         return number, params.with_part(sums, own), work.with_part(rest, part)
 
-    return run_among(range(len(cells)), (number, sums, rest))[1:]
+    return run_among(list(cells), (number, sums, rest))[1:]
 
 
 def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carried:

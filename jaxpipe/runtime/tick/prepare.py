@@ -147,7 +147,7 @@ def _known(fixed: Fixed) -> tuple[str, ...]:
             1 if fixed.loops_in_chunk else cell["layers"]
             for parts in fixed.bodies[0]
             for kind in filter(parts.has, passes)
-            for cell in fixed.table.cells(kind, fixed.fields(kind, known))
+            for cell in fixed.cells(kind, known, parts).values()
         )
         return copies <= _MOST_COPIES
 

@@ -293,21 +293,28 @@ class TickTable:
                 pairs.setdefault(Kind.BW if fused else Kind.B, set()).add(chunks)
         return pairs
 
-    def cells(self, kind: Kind, fields: Sequence[str]) -> list[dict[str, int]]:
-        """Lists the distinct values of these fields in cells of a kind, on any stage."""
+    def cells(
+        self, kind: Kind, fields: Sequence[str], ticks: np.ndarray | slice = slice(None)
+    ) -> dict[int, dict[str, int]]:
+        """Lists the distinct values of these fields in cells of a kind, on any stage, by number: in
+        all ticks, or in those that are marked, bool ``[ticks]``."""
         values, _ = self._distinct(kind, fields)
-        return [dict(zip(fields, row, strict=True)) for row in values.tolist()]
+        numbers = np.unique(self.cell_numbers(kind, fields)[ticks])
+        return {
+            number: dict(zip(fields, values[number].tolist(), strict=True))
+            for number in numbers[numbers != NONE].tolist()
+        }
 
     def cell_numbers(self, kind: Kind, fields: Sequence[str]) -> np.ndarray:
-        """Numbers the cells of a kind as `cells` lists them, int32 ``[ticks, stages]``; `NONE`
-        where a cell has no layers."""
+        """Numbers the distinct values of these fields in cells of a kind, int32 ``[ticks,
+        stages]``; `NONE` where a cell has no layers."""
         runs = self.passes[kind].layers > 0
         numbers = np.full(runs.shape, NONE, np.int32)
         _, numbers[runs] = self._distinct(kind, fields)
         return numbers
 
     def _distinct(self, kind: Kind, fields: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the distinct values of `cells`, and which of them every cell with layers has."""
+        """Finds the distinct values of these fields, and the number of every cell with layers."""
         columns = self.passes[kind]
         runs = columns.layers > 0
         values = np.stack([getattr(columns, field)[runs] for field in fields], axis=1)
