@@ -92,7 +92,7 @@ class Block(nnx.Module):
     def __init__(
         self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing = WHOLE, rngs: nnx.Rngs
     ):
-        self.config, self.sharing = config, sharing
+        self.config, self.sharing, self.has_pieces = config, sharing, config.in_pieces(kind)
         if config.pre_norm:
             self.attention_norm = _norm(config, rngs)
             if config.residual != "parallel":
@@ -142,15 +142,6 @@ class Block(nnx.Module):
         if config.post_norm:
             y = self.mlp_post_norm(y)
         return x + self._branch(self.mlp_dropout, y), loss, cache
-
-    @property
-    def has_pieces(self) -> bool:
-        """Whether the layer can run in pieces of the sequence."""
-        config = self.config
-        is_usual = config.pre_norm and config.residual == "sequential"
-        is_dense = isinstance(self.attention, Attention) and isinstance(self.mlp, MLP)
-        is_plain = config.residual_scale == 1 and config.adapters is None
-        return is_usual and is_dense and is_plain and not config.dropout
 
     def _branch(self, dropout, y):
         return _scaled(self.sharing.dropout(dropout, y), self.config.residual_scale)

@@ -573,6 +573,12 @@ class GPTConfig(validation.Validated):
     def layers_are_alike(self) -> bool:
         return len(set(self.layer_kinds)) == 1
 
+    def in_pieces(self, kind: LayerKind) -> bool:
+        """Whether layers of a kind can run in pieces of the sequence (`models.pieces`)."""
+        is_usual = self.pre_norm and self.residual == "sequential" and self.residual_scale == 1
+        is_dense = self.kv_rank is None and not kind.has_experts
+        return is_usual and is_dense and self.adapters is None and not self.dropout
+
     def _has_experts(self, number: int) -> bool:
         if self.num_experts is None or number <= (self.dense_layers or 0):
             return False

@@ -26,7 +26,7 @@ from jaxpipe.errors import ArgumentError, refuse
 from jaxpipe.planning.cost import Prediction, chunk_costs
 from jaxpipe.planning.counting import sizes
 from jaxpipe.planning.devices import cluster, known
-from jaxpipe.planning.plans import NOTHING, Offload, Plan
+from jaxpipe.planning.plans import NOTHING, Offload, Plan, depths, expert_groups
 from jaxpipe.planning.search import Goal, search
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.planning.without_devices import attention_of_gpus
@@ -56,9 +56,15 @@ class Planned:
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name
         self.task = tasks.make(config)
+        # Thousands of shapes of layers that differ would take minutes; few tell as much.
+        self._few, self._like = self.task.few_layers()
 
     def sizes(
-        self, most_context: int, most_slices: int, progress: Callable[[float], None]
+        self,
+        devices: Sequence[int],
+        most_context: int,
+        most_slices: int,
+        progress: Callable[[float], None],
     ) -> ModelSizes:
         """Traces the model for all devices that may share a layer, slices, and every policy."""
         most = max(_MOST_SHARING, most_context)
@@ -69,7 +75,9 @@ class Planned:
             for context, tensor, expert in itertools.product(
                 _powers(most_context), within_host, within_host
             )
-            if context * tensor * expert <= most and self._may_share(context, tensor, expert)
+            if context * tensor * expert <= most
+            and self._may_share(context, tensor, expert)
+            and any(self._may_run(count, context, tensor, expert) for count in devices)
             for slices in _powers(most_slices)
             if self._may_cut(context, tensor, slices)
             for remat in _REMATS
@@ -95,6 +103,7 @@ class Planned:
             variants=variants,
             may_offload=not self.config.optimizer.max_skipped,
             document_share=self._document_share,
+            in_pieces=self.task.in_pieces,
         )
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
@@ -175,11 +184,11 @@ class Planned:
 
     @cached_property
     def _params(self) -> Any:
-        return jax.eval_shape(self.task.init, jax.random.key(0))
+        return jax.eval_shape(tasks.make(self._few).init, jax.random.key(0))
 
     @cached_property
     def _states(self) -> Any:
-        return jax.eval_shape(self.task.init_states)
+        return jax.eval_shape(tasks.make(self._few).init_states)
 
     @property
     def _compute_bytes(self) -> int:
@@ -193,15 +202,24 @@ class Planned:
         return min(length / self.task.units_per_row, 1.0)
 
     def _sharing(self, context: int, tensor: int, expert: int) -> Config:
-        """Makes the configuration on the devices of one layer."""
+        """Makes the configuration of few layers on the devices of one."""
         shape = {"stage": 1, "data": expert, "replica": 1, "expert": expert}
         shape |= {"context": context, "tensor": tensor}
         mesh = self.config.mesh.model_copy(update=shape)
-        return self.config.model_copy(update={"mesh": mesh})
+        return self._few.model_copy(update={"mesh": mesh})
 
     def _may_share(self, context: int, tensor: int, expert: int) -> bool:
         config = self._sharing(context, tensor, expert)
         return not any([*checks.shared_axes(config), *checks.balanced(config)])
+
+    def _may_run(self, devices: int, context: int, tensor: int, expert: int) -> bool:
+        """Whether plans for so many devices may split experts so."""
+        groups, left = devices // (context * tensor), devices % (context * tensor)
+        counted = [n for n in _powers(_MOST_SHARING) if self._may_share(context, tensor, n)]
+        return not left and any(
+            expert in expert_groups(counted, groups // stages)
+            for stages in depths(groups, self.task.num_layers)
+        )
 
     def _may_cut(self, context: int, tensor: int, slices: int) -> bool:
         config = self._sharing(context, tensor, 1)
@@ -211,16 +229,17 @@ class Planned:
         pipeline = {"sequence_slices": case.slices}
         config = _changed(self._sharing(*case.mesh), {"pipeline": pipeline})
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
-        with attention_of_gpus():
+        with attention_of_gpus(hopper=False):
             axes = config.mesh.shared_axes()
             task = tasks.make(config)
             pipe = self._pipeline(task, config, case.remat, stage=1, data=case.expert, **axes)
             batch = functools.partial(_batch, task.row_shapes())
-            return sizes(
+            few = sizes(
                 *(pipe, batch, key),
                 compute_bytes=self._compute_bytes,
                 document_share=self._document_share,
             )
+        return few._replace(kind_of=tuple(few.kind_of[layer] for layer in self._like))
 
     def _pipeline(self, task: Task, config: Config, remat: str, **axes: Any) -> Pipeline:
         """Makes a pipeline of one stage on as many devices as the axes have."""

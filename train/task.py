@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -56,6 +56,7 @@ class Task(abc.ABC):
       adapts: whether its layers can have low-rank adapters.
       data_options: fields of the section ``data``, beside ``path``, that the family reads.
       data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
+      in_pieces: whether layers on tensor devices run in pieces of the sequence (`models.pieces`).
       report_file: the file that `report` writes to the run folder; None if it writes none.
       shape: shape of the model.
       units_per_row: number of units in a row.
@@ -76,6 +77,7 @@ class Task(abc.ABC):
     data_options: ClassVar[tuple[str, ...]] = ()
     data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None
+    in_pieces: bool = False
     units_per_row: int
 
     def __init__(self, config: Config) -> None:
@@ -102,6 +104,15 @@ class Task(abc.ABC):
             if field.name not in cls.fixed
         }
         return pydantic.create_model(shape.__name__, __base__=Section, **fields)
+
+    def few_layers(self) -> tuple[Config, Sequence[int]]:
+        """Shortens the model for what is counted layer by layer.
+
+        Returns:
+          A configuration with fewer layers, if the family can shorten it, and for every layer of
+          the pipeline the number of one there that is like it.
+        """
+        return self.config, range(self.num_layers)
 
     @abc.abstractmethod
     def model(self, *, train: bool, axis: str | None = "stage") -> Model:

@@ -63,7 +63,7 @@ def sizes(
         axes = shared | ({"tensor": tensor} if tensor > 1 else {})
         names = {f"{name}_axis": name for name in axes}
         pipe = jaxpipe.Pipeline(
-            gpt.model(config, vocabulary_axis="stage", **names),
+            gpt.model(config, vocabulary_axis="stage", **names).in_pairs(),  # whole, not in pieces
             params,
             schedule="1f1b",
             microbatches=2,

@@ -21,7 +21,7 @@ from jaxpipe.planning import configurations, cost
 from jaxpipe.planning.configurations import COMPILED_FOR, Configured
 from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import DEVICES, LAUNCH_SECONDS, USABLE_MEMORY, Cluster, cluster, find
-from jaxpipe.planning.search import FINALISTS, REASONS, Goal, Result, compiled, search
+from jaxpipe.planning.search import FINALISTS, REASONS, Goal, Result, compiled, is_usual, search
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import Problem, below_one, refuse
 
@@ -36,7 +36,7 @@ def plan(
     device: str,
     config: Path | None = None,
     sizes: Path | None = None,
-    link: str = "nvlink:8,ib:400",
+    link: str | None = None,
     context: int = 1,
     slices: int = 1,
     memory: float | None = None,
@@ -55,12 +55,12 @@ def plan(
 
     Args:
       devices: number of devices; several numbers are compared.
-      device: v100, a100, h100, h200, b200; cpu for devices that jax simulates; or a .json file that
-        `jaxpipe measure` wrote.
+      device: v100, a100, h100, h200, b200, b300, gb200, gb300, mi300x, mi355x, v7x; cpu for
+        devices that jax simulates; or a .json file that `jaxpipe measure` wrote.
       config: a configuration of the trainer, whose model and batch are meant.
       sizes: a file that --write-sizes wrote, in place of a configuration.
       link: links within hosts and between them: nvlink or pcie with the devices of a host, ib or
-        eth with the Gb/s of each device's port.
+        eth with the Gb/s of each device's port; by default those of the device.
       context: most devices that may share a sequence; each number of them takes seconds to count.
       slices: most slices into which a schedule may cut a sequence; likewise.
       memory: bytes of a device that a plan may take; by default 92% of what it has.
@@ -93,7 +93,7 @@ def plan(
         configured = None if config is None else configurations.read(config)
         if configured is not None:
             model = configured.sizes(
-                context, slices, lambda share: bar.update(counting, completed=share)
+                devices, context, slices, lambda share: bar.update(counting, completed=share)
             )
         else:
             assert sizes is not None
@@ -181,20 +181,22 @@ def _report(
     counts = ", ".join(str(cluster.count) for cluster in clusters)
     kind = devices.device
     basis = "assumed" if kind in DEVICES.values() else "measured"
-    console.print(
-        f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {kind.name} x {counts}: "
-        f"{basis} are {prefixed(devices.flops, 'FLOP/s')} of "
-        f"matmuls ({kind.efficiency.flops:.0%} of the peak), {prefixed(devices.bandwidth, 'B/s')} "
-        f"of memory ({kind.efficiency.memory:.0%}), {prefixed(devices.within, 'B/s')} within "
-        f"hosts of {devices.per_host} ({kind.efficiency.link:.0%}), "
-        f"{prefixed(devices.across, 'B/s')} between them, {LAUNCH_SECONDS * 1e6:.0f} us "
-        f"per kernel, {kind.latency * 1e6:.0f} us per message beyond its bytes, "
-        f"{devices.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
-        f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
-        f"{kind.source}"
-    )
     for text in _in_words(result, goal):
         say(console, text)
+    say(
+        console,
+        f"{model.name}, {model.num_parameters / 1e9:.3g}B parameters, {kind.name} x {counts}: "
+        f"{basis} are {prefixed(devices.flops, 'FLOP/s')} of "
+        f"matmuls ({devices.flops / kind.flops:.0%} of the peak), "
+        f"{prefixed(devices.bandwidth, 'B/s')} of memory ({kind.efficiency.memory:.0%}), "
+        f"{prefixed(devices.within, 'B/s')} within hosts of {devices.per_host} "
+        f"({kind.efficiency.link:.0%}), {prefixed(devices.across, 'B/s')} between them, "
+        f"{LAUNCH_SECONDS * 1e6:.0f} us per kernel, "
+        f"{kind.latency * 1e6:.0f} us per message beyond its bytes, "
+        f"{devices.memory_bytes / 1e9:.3g} GB of memory (of a device's, {USABLE_MEMORY:.0%} unless "
+        f"--memory says more), ${kind.dollars_per_hour:g} per device and hour; peaks from: "
+        f"{kind.source}",
+    )
     _print_plans(console, "best plans", result.best[:5], goal)
     front = sorted(result.front, key=lambda candidate: candidate.device_bytes)
     _print_plans(console, "no other plan is better in time, memory and cost", front, goal)
@@ -209,13 +211,13 @@ def _report(
 
 
 def _in_words(result: Result, goal: Goal) -> Iterator[str]:
-    """Says what the best plan is, and what the best one without stages is beside it."""
-    best, plain = result.best[0], result.without_stages
+    """Says what the best plan is, and how far the best ones of other kinds are from it."""
+    best, plain, usual = result.best[0], result.without_stages, result.usual
     yield f"best: {_described(best)}"
     staged = next((other for other in result.best if other.plan.stage > 1), None)
     if best.plan.stage == 1:
         if staged is not None:
-            yield f"with stages: {_described(staged)}"
+            yield f"with stages: {_beside(staged, best)}"
             yield "no pipeline is needed here: data, tensor or context devices alone do better"
     elif plain is None:
         yield (
@@ -223,9 +225,19 @@ def _in_words(result: Result, goal: Goal) -> Iterator[str]:
             "the batch has too few rows, or a device too little memory"
         )
     else:
-        yield f"without stages: {_described(plain)}"
+        yield f"without stages: {_beside(plain, best)}"
         if goal.value(plain.measures) <= _AS_GOOD * goal.value(best.measures):
             yield f"that is within {_AS_GOOD - 1:.0%} of the best, and simpler"
+    if usual is not None and best.plan.stage > 1 and not is_usual(best.plan):
+        yield f"as Megatron-LM is mostly run, with 1F1B and ZeRO-1: {_beside(usual, best)}"
+
+
+def _beside(other: Prediction, best: Prediction) -> str:
+    """Describes a plan, and what it loses most by."""
+    more = {name: seconds - best.seconds[name] for name, seconds in other.seconds.items()}
+    more["doubt"] = other.doubt - best.doubt
+    cause = max(more, key=more.__getitem__)
+    return f"{_described(other)}; it takes {written(more[cause])} s more of {cause}"
 
 
 def _described(prediction: Prediction) -> str:
@@ -239,9 +251,11 @@ def _described(prediction: Prediction) -> str:
     chunks = f" with {plan.chunks} chunks per stage" if plan.chunks > 1 else ""
     slices = f" with {plan.slices} slices per sequence" if plan.slices > 1 else ""
     schedule = f"{plan.schedule}{chunks}{slices}, " if plan.stage > 1 else ""
+    least, most = prediction.range_seconds
     return (
         f"{mesh or 'one device'}, {schedule}microbatches x rows {plan.microbatches} x {plan.rows}, "
         f"remat {plan.remat}, ZeRO-{plan.zero}: {written(prediction.step_seconds)} s per step, "
+        f"{written(least)} to {written(most)}, "
         f"{prediction.model_flops_share:.1%} of the model FLOPs of the peak, "
         f"{written(prediction.device_bytes / 1e9)} GB of a device"
     )
@@ -260,7 +274,7 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
     sliced = any(candidate.plan.slices > 1 for candidate in plans)
     columns = ["plan", "devices", "mesh", *(["expert"] * experts)]
     columns += ["schedule", "v", *(["slices"] * sliced), "m x rows", "remat", "head", "ZeRO"]
-    columns += ["host", "step, s", "MFU", "GB", *(["days", "$"] * training)]
+    columns += ["host", "step, s", "at most", "MFU", "GB", *(["days", "$"] * training)]
     rows = []
     for number, candidate in enumerate(plans, start=1):
         p = candidate.plan
@@ -270,7 +284,8 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
         shown += [p.schedule, str(p.chunks), *([str(p.slices)] * sliced)]
         shown += [f"{p.microbatches} x {p.rows}", p.remat]
         shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
-        shown += [written(candidate.step_seconds), f"{candidate.model_flops_share:.1%}"]
+        shown += [written(candidate.step_seconds), written(candidate.range_seconds[1])]
+        shown.append(f"{candidate.model_flops_share:.1%}")
         shown.append(written(candidate.device_bytes / 1e9))
         if training:
             shown += [f"{candidate.train_seconds / _DAY:.2f}", f"{candidate.dollars:,.0f}"]

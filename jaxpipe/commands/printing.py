@@ -15,6 +15,7 @@ from jaxpipe.planning.cost import Prediction
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or another program, which have no terminal width."""
+_TEXT_WIDTH = 100
 _DECIMALS = 2
 """Decimals of a part's number, or more where the largest sum would have fewer than three digits."""
 
@@ -26,8 +27,9 @@ def output_console() -> Console:
 
 
 def say(console: Console, text: str) -> None:
-    """Prints text in lines of the terminal."""
-    console.print(text, overflow="fold", highlight=False)
+    """Prints text in lines of the terminal, of at most 100 columns."""
+    width = min(console.width, _TEXT_WIDTH)
+    console.print(text, overflow="fold", highlight=False, width=width)
 
 
 def written(value: float) -> str:

@@ -58,7 +58,7 @@ class OnDevices:
       remat: none, dots (the default of training on GPUs) or full.
       on_host: what lies in the host's memory: state (the optimizer's), residuals, or
         state,residuals.
-      device: v100, a100, h100, h200, b200, cpu, or a file that `jaxpipe measure` wrote.
+      device: as for `plan`.
       link: links within hosts and between them, as for `plan`.
       exposed: share of the collectives within layers that nothing hides; 1 for jaxpipe's programs,
         about 0.1 for systems that run them beside matmuls.
@@ -75,7 +75,7 @@ class OnDevices:
     remat: str = "dots"
     on_host: str = ""
     device: str = "h100"
-    link: str = "nvlink:8,ib:400"
+    link: str | None = None
     exposed: float = 1.0
 
     def problems(self, model: ModelSizes, rows: int, microbatches: int) -> list[Problem]:

@@ -4,7 +4,7 @@ The library knows no trainer. A package whose configurations ``jaxpipe plan`` sh
 entry point of the group ``jaxpipe.configurations`` that names a function ``(path) -> Configured``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
@@ -24,10 +24,14 @@ class Configured(Protocol):
     """A model as a configuration has it."""
 
     def sizes(
-        self, most_context: int, most_slices: int, progress: Callable[[float], None]
+        self,
+        devices: Sequence[int],
+        most_context: int,
+        most_slices: int,
+        progress: Callable[[float], None],
     ) -> ModelSizes:
-        """Counts the model for all numbers of devices that it lets share a layer, up to so many
-        that share a sequence, and so many slices of one.
+        """Counts the model for all numbers of devices that it lets share a layer in clusters of
+        these sizes, up to so many that share a sequence, and so many slices of one.
 
         ``progress`` is told which share of the work is done.
         """

@@ -33,6 +33,18 @@ _X_SUMS = 3
 """Sums over stages of an activation per microbatch: it enters, leaves, and its gradient leaves."""
 
 
+OFF = 0.12
+"""Share by which nine in ten published runs that were not fitted are off at most
+(docs/published.md)."""
+MOST_HOSTS = 64
+"""Hosts over which ZeRO-3 has been run often; beyond, its transfers may take twice as long."""
+EXPOSED_IN_PIECES = {2: 0.08, 4: 0.08, 8: 0.22}
+"""Share of tensor collectives that layers in pieces expose, by the devices: compiled programs of
+Llama 70B (docs/design/002-axes.md)."""
+PIECES_SECONDS, PIECES_BYTES = 0.2e-3, 16 << 20
+"""What pieces add to F, B and W each there, and the activation from which on layers run in them."""
+
+
 class Measures(NamedTuple):
     """Seconds, bytes of a device and dollars of a training."""
 
@@ -56,6 +68,7 @@ class Prediction(NamedTuple):
       seconds: seconds of a step, by part.
       bytes: bytes of a device, by part.
       steps: optimizer steps of the training.
+      doubt: seconds by which a step may take longer, since nobody has measured what the plan does.
       compiled_bytes: bytes of a device, by the compiler; None if it was not compiled.
     """
 
@@ -63,6 +76,7 @@ class Prediction(NamedTuple):
     seconds: Mapping[str, float]
     bytes: Mapping[str, float]
     steps: float
+    doubt: float = 0.0
     compiled_bytes: float | None = None
 
     @property
@@ -72,6 +86,11 @@ class Prediction(NamedTuple):
     @property
     def step_seconds(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def range_seconds(self) -> tuple[float, float]:
+        """Seconds of a step at best and at worst, as far as published runs were off."""
+        return (1 - OFF) * self.step_seconds, (1 + OFF) * (self.step_seconds + self.doubt)
 
     @property
     def device_bytes(self) -> float:
@@ -89,7 +108,9 @@ class Prediction(NamedTuple):
 
     @property
     def measures(self) -> Measures:
-        return Measures(self.train_seconds, self.device_bytes, self.dollars)
+        """What plans are ranked by: time and cost with the doubt."""
+        doubted = 1 + self.doubt / self.step_seconds
+        return Measures(doubted * self.train_seconds, self.device_bytes, doubted * self.dollars)
 
     @property
     def model_flops_share(self) -> float:
@@ -261,7 +282,23 @@ def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
     for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
     parts = _seconds_of_order(placed, program)
     parts["transfers"] += _exposed(program, layer_costs(placed), transfer(placed))
-    return parts
+    return parts | {"stragglers": placed.cluster.straggling * sum(parts.values())}
+
+
+def doubt(placed: PlacedPlan, program: Program, seconds: Mapping[str, float]) -> float:
+    """Seconds that a step may take longer where no published run says what is assumed: half of what
+    pairs hide; all transfers of ZeRO-3 over many hosts once more; with fewer microbatches than two
+    per stage, half of the waits, which nothing evens out."""
+    plan, doubted = placed.plan, 0.0
+    if hidden := hidden_in_pairs(placed):
+        pairs = grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
+        doubted += 0.5 * hidden * pairs
+    if plan.zero.shards_weights and placed.data_hosts > MOST_HOSTS:
+        layers = placed.model.num_layers / plan.stage
+        doubted += layers * sum(transfer(placed)) * (1 if plan.weight_slots > 1 else plan.passes)
+    if plan.microbatches < 2 * plan.stage > 2:
+        doubted += 0.5 * seconds["waits"]
+    return doubted
 
 
 def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:
@@ -330,21 +367,34 @@ class Passes(NamedTuple):
 
 
 def _passes(placed: PlacedPlan) -> Passes:
+    plan = placed.plan
+    whole = plan.tensor * placed.sizes.message.at(plan.rows)
+    pieces = placed.model.in_pieces and not plan.overlaps and whole >= PIECES_BYTES
     return _passes_of(
-        *(placed.model, placed.variant, placed.plan.rows, placed.cluster, placed.sharing_links)
+        *(placed.model, placed.variant, plan.rows, placed.cluster, placed.sharing_links),
+        pieces=pieces and plan.tensor > 1,
     )
 
 
 @lru_cache(maxsize=1024)
 def _passes_of(
-    model: ModelSizes, variant: Variant, rows: int, cluster: Cluster, links: Links
+    model: ModelSizes,
+    variant: Variant,
+    rows: int,
+    cluster: Cluster,
+    links: Links,
+    *,
+    pieces: bool,
 ) -> Passes:
+    of_tensor = EXPOSED_IN_PIECES[min(variant.tensor, 8)] if pieces else 1.0
+
     def communicated(layer_pass: Pass) -> float:
         seconds = 0.0
         for collective in layer_pass.collectives:
             sent = max(collective.sent.at(rows), 0.0)
-            seconds += cluster.device.latency + sent / links.along(collective.axis)
-        return cluster.exposed * seconds
+            shown = of_tensor if collective.axis == "tensor" else 1.0
+            seconds += shown * (cluster.device.latency + sent / links.along(collective.axis))
+        return cluster.exposed * seconds + (PIECES_SECONDS if pieces else 0.0)
 
     def timed(layer_pass: Pass) -> float:
         """Times kernels at the roofline, copies, and collectives, one after another."""
@@ -373,10 +423,11 @@ def _passes_of(
 def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
     """Times a kernel for so many rows: a launch, and the longer of its FLOPs and its bytes."""
     attained = cluster.device.efficiency
-    speeds = {"attention": attained.attention, "fp8": cluster.device.fp8}
+    device = cluster.device
+    speeds = {"attention": attained.attention, "fp8": device.fp8, "fp4": device.fp4}
     computing = kernel.flops.at(rows) / (speeds.get(kernel.kind, 1.0) * cluster.flops)
     moving = kernel.bytes.at(rows) / cluster.bandwidth
-    shown = attained.loads if kernel.kind in ("matmul", "fp8") else 0.0
+    shown = attained.loads if kernel.kind in ("matmul", "fp8", "fp4") else 0.0
     return LAUNCH_SECONDS + max(computing, moving) + shown * min(computing, moving)
 
 
@@ -437,7 +488,8 @@ def paired_layers(program: Program) -> np.ndarray:
 def transfer(placed: PlacedPlan) -> LayerTransfer:
     """Times gathering a layer's weights over data, and reducing its gradient."""
     plan, size, part = placed.plan, placed.layer_parameters, placed.layer_part
-    latency = placed.cluster.device.latency if plan.parts > 1 else 0.0
+    # A ring passes all hosts, and its links within one are fast.
+    latency = placed.cluster.device.latency * placed.data_hosts if plan.parts > 1 else 0.0
     gather = 0.0
     if plan.zero.shards_weights:
         gather = latency + (size - part) * placed.read_bytes / placed.data_link

@@ -1,32 +1,29 @@
 """Devices and links: what they attain, how much memory they have, and what they cost.
 
-Peaks are NVIDIA's: of dense 16-bit matmuls (data sheets of Hopper and Blackwell print twice that,
-for sparse ones, and twice each for 8-bit floats), and half of what they call the bandwidth of
-NVLink, which counts both directions.
-Looked up in November 2026, in NVIDIA's documents or in pages that quote them, named below:
+``devices.csv`` has a row per device: peak TFLOP/s of dense 16-bit matmuls (data sheets of Hopper
+and Blackwell print twice that, for sparse ones), memory in GB and TB/s, GB/s each way of its links
+within a host (half of what NVIDIA calls the bandwidth of NVLink) and of PCI Express, and the
+TFLOP/s of one large matmul alone in 16, 8 and 4 bits. Looked up in November 2026:
 
-======  =========================================================================================
-v100    125 TFLOP/s, 0.9 TB/s, 6 NVLinks of 25 GB/s each way, PCIe 3.0: Volta white paper (SXM2)
-a100    312 TFLOP/s, 2.039 TB/s, 300 GB/s each way, PCIe 4.0: A100 80 GB data sheet
-        (nvidia-1758950), as glennklockwood.com/garden/processors/A100 quotes it
-h100    989 TFLOP/s, 3.35 TB/s, 18 NVLinks of 25 GB/s each way, PCIe 5.0: H100 SXM data sheet
-h200    an H100 with 141 GB at 4.8 TB/s: H200 SXM data sheet, and NVIDIA's system descriptions in
-        github.com/mlcommons/inference_results_v4.1 (900 GB/s both ways, PCIe 5.0)
-b200    2250 TFLOP/s at 1000 W, 900 GB/s each way: glennklockwood.com/garden/processors/B200;
-        180 GB and 8 TB/s are an eighth of a DGX B200. Devices say 7.67 TB/s of themselves
-        (github.com/pytorch/ao/pull/4002)
-======  =========================================================================================
+- Peaks are those of the makers' data sheets, of which glennklockwood.com/garden/processors (A100,
+  B200), github.com/mlcommons/inference_results_v4.1 (H200) and github.com/stas00/ml-engineering
+  (the others) quote them; links of GB200, GB300, MI300X, MI355X and TPU v7x are recalled.
+- Matmuls are the fastest that github.com/stas00/ml-engineering measured (MAMF). A GB300 is assumed
+  to attain a GB200's, 4-bit matmuls the share of 8-bit ones, a TPU a GB200's share; a V100's is
+  assumed.
+- Latencies are assumed, of the order of short messages of NCCL.
+- Prices are assumptions, per device and hour, of the order of what large providers list on demand;
+  smaller ones ask half (aimultiple.com/gpu-index, May 2026: a median of $2.95 for an H100). They
+  decide only the column of costs.
 
-`Device.efficiency` says which share of each the model assumes. For H100s the shares are those of
-`benchmarks/roofline.py`; the other devices take the same ones, as nothing was measured. Prices are
-assumptions, per device and hour, of the order of what large providers list on demand; smaller ones
-ask half (aimultiple.com/gpu-index, May 2026: a median of $2.95 for an H100). They decide only the
-column of costs.
+What a step attains of these is `SUSTAINED` and `STRAGGLING`, fitted by `make published`; shares of
+memory and links are those of `benchmarks/roofline.py`, for H100s.
 
 `jaxpipe.planning.measuring` times simple programs on devices; what these attain of the peaks makes
 a `Device` in place of a data sheet's.
 """
 
+import csv
 import dataclasses
 import difflib
 import math
@@ -37,24 +34,32 @@ from typing import Any
 from jaxpipe.files import read_json
 from jaxpipe.schedule.problems import Problem, refuse
 
+SUSTAINED = 0.956
+"""Share of the rate of matmuls alone that steps of training attain, whose kernels run for so long
+that power and heat bound them."""
+STRAGGLING = 0.0061
+"""Share of a step by which all devices wait longer for the slowest, for each doubling beyond 8."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
     """Shares of the peaks that programs attain.
 
     Args:
-      flops: of matmuls, large ones.
+      flops: of large matmuls that run alone.
       memory: of the memory's bandwidth.
       link: of the links within a host.
       attention: fused attention's share of what matmuls attain.
       loads: share of a matmul's bytes that its FLOPs do not hide, so that small ones attain less.
+      sustained: share of ``flops`` that is left in steps of training.
     """
 
-    flops: float = 0.81
+    flops: float = 0.80
     memory: float = 0.90
     link: float = 0.80
-    attention: float = 1.0
-    loads: float = 0.0
+    attention: float = 0.75
+    loads: float = 1.0
+    sustained: float = SUSTAINED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +74,10 @@ class Device:
       pcie: PCI Express of a device, x16, likewise.
       dollars_per_hour: price of one device; an assumption.
       latency: seconds of a message or a collective, however small.
-      fp8: rate of matmuls of 8-bit floats, as a multiple of that of 16 bits; 1 where the
-        device has none.
+      fp8, fp4: what matmuls of 8- and 4-bit floats attain, as multiples of what those of 16 bits
+        do; 1 where the device has none.
+      domain: devices that its fastest links join.
+      gbits: of its port to others, Gb/s.
     """
 
     name: str
@@ -84,6 +91,9 @@ class Device:
     efficiency: Efficiency = Efficiency()
     latency: float = 0.0
     fp8: float = 1.0
+    fp4: float = 1.0
+    domain: int = 8
+    gbits: float = 400.0
 
 
 LAUNCH_SECONDS = 3e-6
@@ -93,19 +103,37 @@ USABLE_MEMORY = 0.92
 """Share of a device's memory beside the CUDA context, the library's workspaces and fragments of the
 allocator. Assumed; jax itself takes 0.75 unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."""
 
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("v100", 125e12, 32e9, 0.9e12, 150e9, 16e9, 2.5, "V100 SXM2 32 GB data sheet"),
-        Device("a100", 312e12, 80e9, 2.039e12, 300e9, 32e9, 3.5, "A100 SXM 80 GB data sheet"),
-        Device("h100", 989e12, 80e9, 3.35e12, 450e9, 64e9, 6.0, "H100 SXM data sheet", fp8=2.0),
-        Device("h200", 989e12, 141e9, 4.8e12, 450e9, 64e9, 7.0, "H200 SXM data sheet", fp8=2.0),
-        Device(
-            "b200", 2250e12, 180e9, 8.0e12, 900e9, 64e9, 10.0, "DGX B200 data sheet, 1/8", fp8=2.0
-        ),
-        Device("cpu", 5e10, 4e9, 1e10, 1e10, 1e10, 0.05, "assumed: a core"),
+
+def _table() -> dict[str, Device]:
+    """Reads ``devices.csv``."""
+    with (Path(__file__).parent / "devices.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {row["name"]: _of_row(row) for row in rows}
+
+
+def _of_row(row: dict[str, str]) -> Device:
+    name, source = row.pop("name"), row.pop("source")
+    given = {column: float(text) for column, text in row.items() if text}
+    alone = given["matmul"]
+    return Device(
+        name,
+        flops=1e12 * given["tflops"],
+        memory_bytes=1e9 * given["gigabytes"],
+        bandwidth=1e12 * given["terabytes_per_second"],
+        within_host=1e9 * given["within_host"],
+        pcie=1e9 * given["pcie"],
+        dollars_per_hour=given["dollars_per_hour"],
+        source=source,
+        efficiency=Efficiency(flops=alone / given["tflops"]),
+        latency=1e-6 * given["latency_us"],
+        fp8=given.get("matmul8", alone) / alone,
+        fp4=given.get("matmul4", alone) / alone,
+        domain=int(given["domain"]),
+        gbits=given["gbits"],
     )
-}
+
+
+DEVICES = _table()
 
 _LINK = re.compile(r"(nvlink|pcie):([1-9]\d{0,5}),(ib|eth):([1-9]\d{0,5}(?:\.\d+)?)")
 _GBIT = 1e9 / 8
@@ -138,8 +166,14 @@ class Cluster:
 
     @property
     def flops(self) -> float:
-        """FLOPs per second that matmuls attain."""
-        return self.device.flops * self.device.efficiency.flops
+        """FLOPs per second that matmuls attain in steps of training."""
+        attained = self.device.efficiency
+        return self.device.flops * attained.flops * attained.sustained
+
+    @property
+    def straggling(self) -> float:
+        """Share of a step by which its devices wait for the slowest of them."""
+        return STRAGGLING * math.log2(max(1.0, self.count / 8))
 
     @property
     def bandwidth(self) -> float:
@@ -170,7 +204,7 @@ def cluster(
     device: str | Device,
     devices: int,
     *,
-    link: str = "nvlink:8,ib:400",
+    link: str | None = None,
     memory: float | None = None,
 ) -> Cluster:
     """Makes a cluster from names of its devices and links.
@@ -179,7 +213,8 @@ def cluster(
       device: a name in `DEVICES`, or one that was measured.
       devices: how many.
       link: "nvlink:8,ib:400" for hosts of 8 devices with NVLink and a port of 400 Gb/s for each;
-        "pcie:N" in place of NVLink, "eth:GBITS" in place of InfiniBand.
+        "pcie:N" in place of NVLink, "eth:GBITS" in place of InfiniBand. None for the domains and
+        ports of the device.
       memory: bytes of a device that a plan may take; None for `USABLE_MEMORY` of what it has.
 
     Raises:
@@ -199,6 +234,8 @@ def cluster(
         problems.append(Problem("devices", devices, "must be at least 1", (1,)))
     if memory is not None and not 0 < memory < math.inf:
         problems.append(Problem("memory", memory, "must be bytes of a device, above 0", (80e9,)))
+    kind = DEVICES.get(device, DEVICES["cpu"]) if isinstance(device, str) else device
+    link = f"nvlink:{kind.domain},ib:{kind.gbits:g}" if link is None else link
     parts = _LINK.fullmatch(link)
     if parts is None:
         rule = "must be WITHIN:DEVICES_PER_HOST,ACROSS:GBITS, with nvlink or pcie, and ib or eth"
@@ -206,7 +243,6 @@ def cluster(
     refuse(problems)
     assert parts is not None
     inner, per_host, outer, gbits = parts.groups()
-    kind = DEVICES[device] if isinstance(device, str) else device
     link_peak = kind.within_host if inner == "nvlink" else kind.pcie
     within = link_peak * kind.efficiency.link
     share = _PORT_EFFICIENCY if outer == "ib" else _ETHERNET_EFFICIENCY

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -321,10 +321,20 @@ class PlacedPlan:
         return self.cluster.link(inner * self.plan.stage)
 
     @cached_property
+    def _data_span(self) -> int:
+        """Devices in a row of the mesh among which the parts that ZeRO makes lie."""
+        own = self.plan.sharing * (1 if self._data_inside else self.plan.stage)
+        return own * self.plan.parts
+
+    @cached_property
     def data_link(self) -> float:
         """Bytes per second between the parts that ZeRO makes."""
-        own = self.plan.sharing * (1 if self._data_inside else self.plan.stage)
-        return self.cluster.link(own * self.plan.parts)
+        return self.cluster.link(self._data_span)
+
+    @cached_property
+    def data_hosts(self) -> int:
+        """Hosts among which these parts lie."""
+        return min(self.plan.parts, -(-self._data_span // self.cluster.per_host))
 
     @cached_property
     def replica_link(self) -> float:
@@ -464,6 +474,18 @@ def who_computes_ends(model: ModelSizes, variant: Variant, stages: int) -> tuple
     return (False, True) if several and split else (several,)
 
 
+def depths(devices: int, num_layers: int) -> list[int]:
+    """Lists how many stages so many groups of devices, which share a layer each, may make."""
+    most = min(num_layers, MOST_STAGES, devices)
+    return [stages for stages in range(1, most + 1) if devices % stages == 0]
+
+
+def expert_groups(counted: Iterable[int], data: int) -> set[int]:
+    """Selects over how many data shards experts may be split: one, or as many as can be. What lies
+    between takes both their memory and their exchanges."""
+    return {1, max((count for count in counted if data % count == 0), default=1)}
+
+
 def families(
     model: ModelSizes,
     cluster: Cluster,
@@ -479,14 +501,12 @@ def families(
         if cluster.count % (context * tensor) or tensor > cluster.per_host:
             continue
         per_layer = cluster.count // (context * tensor)
-        for stage in (n for n in range(1, per_layer + 1) if per_layer % n == 0):
-            if stage > min(model.num_layers, MOST_STAGES):
-                excluded["layers"] += 1
-                continue
+        counted = [mesh[2] for mesh in meshes if (*mesh[:2], mesh[3]) == (context, tensor, slices)]
+        for stage in depths(per_layer, model.num_layers):
             if stage == 1 < slices:
                 continue  # nothing waits for the first slice
             data = per_layer // stage
-            if data % expert:
+            if data % expert or expert not in expert_groups(counted, data):
                 continue
             powers = [2**n for n in range(MOST_ROWS.bit_length())]
             for batch, rows in itertools.product(batches, powers):

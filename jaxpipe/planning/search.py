@@ -93,12 +93,14 @@ class Result:
       best: the finalists, the best first.
       without_stages: the best plan of one stage, timed as it would run: data, tensor and context
         devices alone; None if none fits the batch and the memory.
+      usual: likewise the best plan as Megatron-LM is mostly run (`is_usual`).
       front: the Pareto front of time, memory and cost, by time.
       excluded: how many plans are out, by `REASONS`.
     """
 
     best: tuple[Prediction, ...]
     without_stages: Prediction | None
+    usual: Prediction | None
     front: tuple[Prediction, ...]
     excluded: Counter[str]
     considered: int
@@ -166,8 +168,12 @@ def search(
     def value(prediction: Prediction) -> float:
         return goal.value(prediction.measures)
 
-    one_stage = [family for family in families if family[0].plan.stage == 1]
-    plain = min(screen(one_stage, goal, 1, Counter()), key=value, default=None)
+    def best_of(kind: Callable[[Plan], bool]) -> Prediction | None:
+        kept = [[one for one in family if kind(one.plan)] for family in families]
+        found = screen([family for family in kept if family], goal, 1, Counter())
+        return min(found, key=value, default=None)
+
+    beside = best_of(lambda plan: plan.stage == 1), best_of(is_usual)
     first, others = _finalists(screened, value, finalists)
     timed = []
     for number, prediction in enumerate([*first, *others], start=1):
@@ -181,8 +187,14 @@ def search(
     shown = {prediction.plan for prediction in (*best, *front(fit))}
     excluded["memory"] += len(timed) - len(fit)
     excluded["late"] += len(screened) - (len(timed) - len(fit)) - len(shown)
-    plain = None if plain is None else predicted(plain.placed, goal)
-    return Result(tuple(best), plain, front(fit), excluded, considered)
+    plain, usual = (one and predicted(one.placed, goal) for one in beside)
+    return Result(tuple(best), plain, usual, front(fit), excluded, considered)
+
+
+def is_usual(plan: Plan) -> bool:
+    """Whether a plan is one that many have run: stages with 1F1B, ZeRO-1, nothing on the host."""
+    common = plan.schedule in ("1f1b-fused", "interleaved-fused") and plan.zero <= 1
+    return plan.stage > 1 and common and not any(plan.on_host)
 
 
 def _finalists(
@@ -249,7 +261,7 @@ def screen(
         add(family)
     while queue:
         _, number, least, family = heapq.heappop(queue)
-        progress(0.05 + 0.55 * number / (number + len(queue)))
+        progress(0.05 + 0.55 * number / (number + 1 + len(queue)))
         if slower(least, _NEAR):
             excluded["slower"] += len(family)
         elif len(family) > 1:
@@ -302,7 +314,8 @@ def evaluated(
         parts = cost.device_bytes(placed, program)
         if sum(parts.values()) <= room(placed):
             seconds = cost.step_seconds(placed, program)
-            return Prediction(placed, seconds, parts, goal.steps_of(placed))
+            doubt = cost.doubt(placed, program, seconds)
+            return Prediction(placed, seconds, parts, goal.steps_of(placed), doubt)
     excluded["memory"] += 1
     return None
 
@@ -311,7 +324,8 @@ def predicted(placed: PlacedPlan, goal: Goal = ONE_STEP) -> Prediction:
     """Predicts a plan as it would run, its order made for its costs."""
     program = cost.program_of(placed)
     seconds, parts = cost.step_seconds(placed, program), cost.device_bytes(placed, program)
-    return Prediction(placed, seconds, parts, goal.steps_of(placed))
+    doubt = cost.doubt(placed, program, seconds)
+    return Prediction(placed, seconds, parts, goal.steps_of(placed), doubt)
 
 
 def compiled(

@@ -172,6 +172,8 @@ class ModelSizes:
       batch_rows: rows of the configuration's batch.
       variants: sizes by what decides how layers are computed.
       may_offload: whether the optimizer's state may lie on the host.
+      in_pieces: whether layers on tensor devices run in pieces of the sequence, which hide
+        collectives; they are counted whole.
       document_share: how long the document of a token is on average, as a share of a row; tokens
         see no others. So much of attention takes longer for later slices of a sequence.
     """
@@ -186,6 +188,7 @@ class ModelSizes:
     variants: Mapping[Variant, Sizes]
     may_offload: bool = True
     document_share: float = 1.0
+    in_pieces: bool = False
 
     @property
     def num_layers(self) -> int:

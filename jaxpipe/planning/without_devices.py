@@ -69,9 +69,12 @@ def h100s(count: int) -> Sequence[jax.Device]:
 
 
 @contextlib.contextmanager
-def attention_of_gpus() -> Iterator[None]:
-    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention and
-    kernels for Hopper.
+def attention_of_gpus(*, hopper: bool = True) -> Iterator[None]:
+    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention and,
+    with ``hopper``, kernels for Hopper.
+
+    These take jax seconds to trace. What only counts needs none of them: they are operations of
+    their own, which state their FLOPs whatever computes them.
 
     Both jax and the models choose them when a program is traced, by the devices of this process;
     jax has no way to say that a program is traced for others. So its answers are replaced while it
@@ -79,9 +82,11 @@ def attention_of_gpus() -> Iterator[None]:
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    device = type(jax.devices()[0])
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
-        mock.patch.object(type(jax.devices()[0]), "core_count", _PROCESSORS, create=True),
+        mock.patch.object(device, "core_count", _PROCESSORS, create=True),
+        mock.patch.object(device, "compute_capability", "9.0" if hopper else "8.0", create=True),
         mock.patch.object(cudnn, "check_cudnn_version", return_value=_CUDNN),
         mock.patch.object(cudnn, "check_compute_capability", return_value=True),
     ):

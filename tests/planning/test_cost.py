@@ -43,6 +43,8 @@ PLAN = Plan(
     stage=4, data=2, context=1, tensor=1, replica=1, schedule="1f1b-fused", chunks=1,
     microbatches=8, rows=2, remat="none", zero=Zero.NOTHING, weight_slots=1, weights="stacked",
 )  # fmt: skip
+ROOFLINE = devices.Efficiency(0.81, 0.90, attention=1.0, loads=0.0, sustained=1.0)
+"""What the roofline of benchmarks/studies/h100.md assumes."""
 OF_EXPERTS = {"stage": 2, "data": 4, "microbatches": 4, "expert": 2}
 OF_SLICES = {"microbatches": 4, "remat": "full", "weights": "unrolled", "slices": 4}
 
@@ -84,6 +86,13 @@ def placed(
     length = config.sequence_length
     model = ModelSizes("test", length, 4, 2, 2, 64, 8 * length, found)
     return PlacedPlan(plan, model, devices.cluster("h100", plan.stage * plan.data, link=link))
+
+
+def at_roofline(config: GPTConfig, **options) -> PlacedPlan:
+    """A plan on devices that attain what the roofline assumes, without latency."""
+    one = placed(config, gpus=True, **options)
+    device = dataclasses.replace(one.cluster.device, efficiency=ROOFLINE, latency=0.0)
+    return dataclasses.replace(one, cluster=dataclasses.replace(one.cluster, device=device))
 
 
 def layer_of(config: GPTConfig, **options):
@@ -130,7 +139,7 @@ def test_devices_that_share_a_layer_share_its_work():
     assert not one.f.collectives
 
 
-def test_matmuls_in_8_bits_are_as_many_and_twice_as_fast():
+def test_matmuls_in_8_bits_are_as_many_and_as_fast_as_measured_alone():
     wide, narrow = layer_of(SMALL), layer_of(SMALL, fp8=KERNELS)
     assert narrow.quantized == kernels_per_layer(SMALL)
     for of_16, of_8 in zip(wide.passes, narrow.passes, strict=True):
@@ -138,7 +147,7 @@ def test_matmuls_in_8_bits_are_as_many_and_twice_as_fast():
         quantized = [kernel for kernel in of_8.kernels if kernel.kind == "fp8"]
         assert sum(k.flops.at(3) for k in quantized) == 2 * narrow.quantized * 3 * 32
         assert not any(kernel.kind == "fp8" for kernel in of_16.kernels)
-    for name, speed in (("h100", 2), ("a100", 1)):
+    for name, speed in (("h100", 1402.6 / 794.5), ("a100", 1)):
         kernel, cluster = Kernel(Linear(1e15, 0), Linear(0, 0), "matmul"), devices.cluster(name, 8)
         of_16, of_8 = (
             cost.kernel_seconds(one, 1, cluster) - devices.LAUNCH_SECONDS
@@ -329,7 +338,7 @@ def test_slices_fill_the_pipeline_of_few_sequences():
 @pytest.mark.parametrize(("remat", "milliseconds"), [("none", 2.67), ("full", 2.50)])
 def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, milliseconds):
     """Rows "1f1b, unrolled" of benchmarks/studies/h100.md, within 10%."""
-    costs = cost.layer_costs(placed(OF_ROOFLINE, gpus=True, remat=remat, weights="unrolled"))
+    costs = cost.layer_costs(at_roofline(OF_ROOFLINE, remat=remat, weights="unrolled"))
     assert 1e3 * (costs.f + costs.b + costs.w) == pytest.approx(milliseconds, rel=0.1)
 
 
@@ -337,8 +346,8 @@ def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, millisec
 def test_a_large_model_takes_what_its_compiled_program_does(microbatches, milliseconds):
     """gpt-52b on 64 H100s in benchmarks/studies/h100.md, shards within hosts, within 6%."""
     shape = {"stage": 8, "data": 8, "chunks": 8, "microbatches": microbatches, "rows": 1}
-    one = placed(OF_52B, gpus=True, **BREADTH_FIRST | shape, remat="full")
-    found = cost.step_seconds(one, cost.program_of(one, published=True))
+    one = at_roofline(OF_52B, **BREADTH_FIRST | shape, remat="full")
+    found = cost.step_seconds(one, cost.program_of(one, published=True)) | {"stragglers": 0.0}
     assert 1e3 * sum(found.values()) == pytest.approx(milliseconds, rel=0.06)
 
 

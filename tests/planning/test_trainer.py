@@ -3,6 +3,7 @@
 from collections import Counter
 from importlib.metadata import EntryPoint
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -90,7 +91,7 @@ def test_a_schedule_is_chosen_for_a_mesh(tmp_path):
 
 def test_meshes_of_plans_are_accepted():
     model = synthetic(*(NONE._replace(expert=expert) for expert in (1, 2, 4)))
-    families = plans.families(model, devices.cluster("h100", 16), (32,), Counter())
+    families = plans.families(model, devices.cluster("h100", 8), (32,), Counter())
     found = [one.plan for family in families for one in family]
     assert {plan.expert for plan in found} == {1, 2, 4}
     experts = SMALL | {"num_experts": 4}
@@ -109,6 +110,26 @@ def test_only_a_model_with_experts_is_counted_with_them():
         assert {expert for expert in (1, 2, 4, 8) if planned._may_share(1, 1, expert)} == expected
 
 
+def test_few_layers_tell_as_much_as_all():
+    """Layers that differ are traced once per kind; each of the model counts."""
+    model = SMALL | {"num_layers": 6, "num_experts": 4, "dense_layers": 2, "expert_width": 24}
+    planned = Planned(Config(model=model), "small")
+    assert planned._few.model.num_layers == 3
+    found = planned.counted([NONE], lambda share: None)
+    assert found.variants[NONE].kind_of == (0, 0, 1, 1, 1, 1)
+    params = jax.eval_shape(planned.task.init, jax.random.key(0))
+    assert found.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+    alike = Planned(Config(model=SMALL), "small")
+    assert alike._few == alike.config
+
+
+def test_experts_are_split_over_one_shard_or_as_many_as_can_be():
+    assert plans.expert_groups([1, 2, 4, 8], 12) == {1, 4}
+    assert plans.expert_groups([2], 4) == {1, 2}
+    planned = Planned(Config(model=SMALL | {"num_experts": 8}), "small")
+    assert [n for n in (1, 2, 4, 8) if planned._may_run(2, 1, 1, n)] == [1, 2]
+
+
 def test_a_model_with_states_is_not_counted_where_a_layer_is_shared():
     for speed, expected in ((None, {1, 2}), (0.01, {1})):
         model = SMALL | {"num_experts": 4, "router": "sigmoid", "bias_speed": speed}
@@ -125,7 +146,7 @@ def test_slices_are_counted_and_written(monkeypatch):
     ]
     assert found[1] < found[0] / 2
     monkeypatch.setattr(planned, "counted", lambda cases, progress: cases)
-    assert {case.slices for case in planned.sizes(1, 4, lambda share: None)} == {1, 2, 4}
+    assert {case.slices for case in planned.sizes((8,), 1, 4, lambda share: None)} == {1, 2, 4}
     written = planned.write(PLAN._replace(data=1, zero=Zero.NOTHING, slices=4), COSTS, None)
     assert "sequence_slices: 4" in written
     assert "attention: 0.5" in written

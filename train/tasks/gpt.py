@@ -50,6 +50,17 @@ class GPT(Task):
             self.dropout = self.dropout or lora.dropout > 0
         self.units_per_row = self.shape.sequence_length
         self.num_layers = self.shape.num_layers + self.shape.num_further
+        self.in_pieces = all(map(self.shape.in_pieces, self.shape.layer_kinds))
+
+    def few_layers(self):
+        shape, kinds = self.shape, self.shape.layer_kinds
+        if shape.layers_are_alike or shape.global_layers or shape.unrotated_layers:
+            return super().few_layers()  # nothing to save, or numbers of layers of the whole model
+        few = 1 + max(kinds.index(kind) for kind in set(shape.main_kinds))
+        shorter = dataclasses.replace(shape, num_layers=few).layer_kinds
+        model = self.config.model.model_copy(update={"num_layers": few})
+        like = [shorter.index(kind) for kind in kinds]
+        return self.config.model_copy(update={"model": model}), like
 
     def model(self, *, train: bool, axis: str | None = "stage"):
         shape = self.shape if train else self.shape.without_layer_losses()
