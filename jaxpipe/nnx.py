@@ -35,8 +35,8 @@ def functional(
     Args:
       module: any nnx module whose only state is parameters (`nnx.Param`) and random streams;
         concrete, or abstract as `nnx.eval_shape` returns it.
-      method: what to call, with the module as its first argument, such as a method of its class;
-        None for the module itself.
+      method: the function to call with the module as its first argument, such as a method of its
+        class; None calls the module itself.
 
     Returns:
       ``(apply, params)``. ``apply(params, *args, rng=None)`` calls the module. With ``rng``, one
@@ -45,7 +45,7 @@ def functional(
       for an abstract module).
 
     Raises:
-      ValueError: no nnx module, or one that holds other state, such as running statistics.
+      ValueError: not an nnx module, or one with other state, such as running statistics.
 
     Example:
       >>> apply, params = functional(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
@@ -77,14 +77,14 @@ def stateful(
     """Splits a module that keeps running statistics into a pure function and two trees.
 
     Args:
-      module: as for `functional`; all state that is neither a parameter nor a random stream (such
-        as the mean and variance of `nnx.BatchNorm`) becomes the second tree.
+      module: as for `functional`. All state that is neither a parameter nor a random stream, such
+        as the mean and variance of `nnx.BatchNorm`, goes into the second tree.
       method: as for `functional`.
 
     Returns:
       ``(apply, params, state)``. ``apply(params, state, *args, rng=None, train=True)`` returns the
-      module's output and its new state. ``rng`` is as in `functional`; with ``train`` False the
-      running statistics are used (`use_running_average`) and ``state`` comes back as it was.
+      module's output and its new state. ``rng`` is as in `functional`. With ``train=False`` the
+      module uses the running statistics (`use_running_average`), and ``state`` is unchanged.
 
     Example:
       >>> apply, params, state = stateful(nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0)))
@@ -118,14 +118,14 @@ def stateful(
 
 
 def axis_split(module: nnx.Module) -> Tree:
-    """Reads from a module's own metadata which mesh axes split its parameters.
+    """Reads the mesh axes that split a module's parameters from the module's metadata.
 
     Args:
-      module: as for `functional`. Its parameters are made with ``out_sharding``, in
-        `nnx.use_eager_sharding(False)`, so that they are not split already.
+      module: as for `functional`. Create its parameters with ``out_sharding`` within
+        `nnx.use_eager_sharding(False)`, so that they are not split yet.
 
     Returns:
-      A `jax.sharding.PartitionSpec` for every parameter, as `jaxpipe.Model.axis_split` has them.
+      A `jax.sharding.PartitionSpec` per parameter, for `jaxpipe.Model.axis_split`.
 
     Example:
       >>> with nnx.use_eager_sharding(False):
@@ -140,14 +140,14 @@ def axis_split(module: nnx.Module) -> Tree:
 def stack(
     make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
 ) -> tuple[Callable[..., Tree], Params]:
-    """Makes equal layers, stacked as ``params["layers"]`` wants them.
+    """Makes equal layers, stacked for ``params["layers"]``.
 
     Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
 
     Args:
       make_module: ``make_module(rngs)`` returns one layer.
-      num_layers: how many layers, at least 1.
-      rngs: where the layers' initial values come from; its ``params`` stream is advanced once.
+      num_layers: number of layers, at least 1.
+      rngs: source of the layers' initial values; its ``params`` stream is advanced once.
 
     Returns:
       ``(apply, params)``: ``apply(layer_params, *args, rng=None)`` runs one layer, as in
@@ -222,7 +222,7 @@ def _streams(state: Tree, rng: Key) -> Tree:
 
 
 class Converted(NamedTuple):
-    """A model that `model` made of modules.
+    """The result of `model`: a model made from modules.
 
     Args:
       model: the model for `Pipeline`.
@@ -247,28 +247,29 @@ def model(
     train: bool = True,
     axes: tuple[str, ...] = (),
 ) -> Converted:
-    """Makes a model of modules, which stay as they are.
+    """Makes a model from modules, which stay unchanged.
 
-    The functions are the module's own ``__call__`` in three parts. Random streams (dropout) derive
-    from the key of a step; without one, modules are deterministic. Running statistics are states.
+    The functions are the three parts of the module's own ``__call__``. Random streams (dropout)
+    derive from the key of a step; without a key, modules are deterministic. Running statistics
+    become states.
 
     Args:
-      module: whatever embedding, head and loss use: one module, or a dictionary or list of several.
-        It may contain the layers. Modules are concrete or abstract, as of `nnx.eval_shape`.
+      module: the module that embedding, head and loss use, or a dictionary or list of several. It
+        may contain the layers. Modules are concrete, or abstract as from `nnx.eval_shape`.
       layers: the modules that run one after another, alike or not.
       embed: ``embed(module, microbatch) -> x``, the input of the first layer.
-      loss: ``loss(module, x, microbatch)`` of what the last layer returns, as
-        `jaxpipe.Model.head_loss` returns it.
+      loss: ``loss(module, x, microbatch)``, where x is the output of the last layer; it returns the
+        same as `jaxpipe.Model.head_loss`.
       layer: ``layer(layers[n], x, microbatch) -> x``, or ``jaxpipe.WithLoss(x, loss)``.
       output: ``output(module, x, microbatch)`` for `Pipeline.outputs`; by default x.
-      train: False for a model that evaluates: it reads running statistics (`use_running_average`)
-        and leaves them as they are.
-      axes: model axes, as of `jaxpipe.Model`, that the modules name in collectives; the modules'
-        own metadata then says what they split, as of `jaxpipe.nnx.axis_split`.
+      train: False for a model for evaluation, which reads running statistics
+        (`use_running_average`) and does not change them.
+      axes: model axes, as in `jaxpipe.Model`, that the modules name in collectives. The split of
+        parameters is then read from the modules' metadata by `jaxpipe.nnx.axis_split`.
 
     Raises:
-      ValueError: a parameter that two layers share, or a layer and the rest; running statistics
-        outside the layers.
+      ValueError: a parameter that two layers share, or a layer and the rest of the model; running
+        statistics outside the layers.
 
     Example:
       >>> embedding = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
@@ -319,12 +320,12 @@ def update(
     """Writes trained parameters back into the modules, which may be abstract.
 
     Args:
-      module, layers: as given to `model`.
-      params: canonical parameters, as `Pipeline.unplace` returns them.
-      states: the layers' states, as `Pipeline.unplace_states` returns them.
+      module, layers: the arguments of `model`.
+      params: canonical parameters, from `Pipeline.unplace`.
+      states: the layers' states, from `Pipeline.unplace_states`.
 
     Raises:
-      ValueError: trees unlike those that `model` has returned.
+      ValueError: trees that differ from those that `model` returned.
 
     Example:
       >>> linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -361,17 +362,17 @@ def reference(
     *,
     layers: Sequence[nnx.Module],
 ) -> Callable[..., Tree]:
-    """Makes a reference of a module's own loss, as of `jaxpipe.testing.assert_matches_unpipelined`.
+    """Makes a reference for `jaxpipe.testing.assert_matches_unpipelined` from a module's own loss.
 
-    It finds what the functions that `model` was given leave out of ``__call__``.
+    It finds parts of ``__call__`` that are missing in the functions given to `model`.
 
     Args:
-      module, layers: as given to `model`; the module contains the layers.
+      module, layers: the arguments of `model`; the module contains the layers.
       loss: ``loss(module, batch)`` of a whole batch, by the module's own ``__call__``.
 
     Returns:
-      A function of parameters and batch. It raises ValueError for a random key, from which the
-      module would draw other numbers, and for states.
+      A function of parameters and batch. It raises ValueError for states, and for a random key,
+      from which the module would draw different numbers.
 
     Example:
       >>> net = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(n)) for n in range(4)))

@@ -44,16 +44,16 @@ _COLLECTIVES = (
 def simulate_devices(num_devices: int = 8) -> None:
     """Makes jax see this many CPU devices, on any machine, in the whole process.
 
-    Call it before the first array, such as at the top of ``conftest.py``. Devices may be more than
-    cores; XLA gets two threads for each (``PJRT_NPROC``). jax's persistent compilation cache is
-    left out, because programs for several CPU devices deadlock when they come from it. A collective
-    that hangs ends the process after 5 minutes.
+    Call it before the first array, such as at the top of ``conftest.py``. There may be more devices
+    than cores; XLA gets two threads per device (``PJRT_NPROC``). jax's persistent compilation cache
+    is switched off, because cached programs for several CPU devices deadlock. A collective that
+    hangs ends the process after 5 minutes.
 
     Args:
-      num_devices: how many, at least 1.
+      num_devices: number of devices, at least 1.
 
     Raises:
-      RuntimeError: jax has other devices already.
+      RuntimeError: jax already has other devices.
 
     Example:
       >>> simulate_devices(1)
@@ -82,7 +82,7 @@ def simulate_devices(num_devices: int = 8) -> None:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Yields a list to which the block adds the name of every function that is compiled in it.
+    """Yields a list that receives the name of every function compiled within the block.
 
     Example:
       >>> step = jax.jit(lambda x: x + 1)
@@ -109,10 +109,10 @@ def compilations() -> Iterator[list[str]]:
 def collectives(function: Callable[..., Tree], *args: Tree) -> collections.Counter[str]:
     """Counts the collectives in a compiled function, by XLA's names, such as "all-gather".
 
-    One inside a loop counts once, however often the loop runs. Nothing is executed.
+    A collective inside a loop counts once, however often the loop runs. Nothing is executed.
 
     Args:
-      function: what to compile, such as a step of `Pipeline.train_step`.
+      function: the function to compile, such as a step of `Pipeline.train_step`.
       args: its arguments, or their shapes with shardings.
 
     Example:
@@ -138,34 +138,34 @@ def assert_matches_unpipelined(
     floor: float = 0.0,
     **options: Any,
 ) -> list[Pipeline]:
-    """Runs every schedule on every mesh and compares all results with the model's own.
+    """Runs every schedule on every mesh and compares all results with the unpipelined model's.
 
     The comparison covers loss, metrics, new states and every gradient of a step, and loss and
-    metrics of an evaluation. Bubbles are filled with NaN, so that nothing can leak from them.
+    metrics of an evaluation. Bubbles are filled with NaN, so that a leak from them is noticed.
 
     Args:
       model: as for `Pipeline`.
       params: canonical parameters.
-      batch: leaves ``[rows, ...]``; rows must divide into microbatches and data shards everywhere.
+      batch: leaves ``[rows, ...]``; rows must be a multiple of microbatches x data shards.
       schedules: schedules or their names.
       meshes: meshes; by default 2 stages on one data shard and on two.
       rng: the step's key, or None.
       states: the layers' states, for a stateful model.
-      reference: function to compare with, which takes the arguments of `unpipelined.loss` after the
-        model. By default it is that function; give another for a model that uses a mesh axis, or a
-        loss that is not the `Model`'s.
-      tolerance: the largest difference of an element, relative to the largest absolute value of
-        its array in the reference.
-      floor: a lower limit for this largest value, for gradients that cancel to nothing but
-        rounding, such as that of the bias of an attention's keys.
+      reference: a function with the arguments of `unpipelined.loss` after the model; by default
+        `unpipelined.loss` itself. Pass your own for a model that uses a mesh axis, or to find
+        mistakes in the model's functions.
+      tolerance: the largest allowed difference of an element, relative to the largest absolute
+        value of its array in the reference.
+      floor: a lower limit for this largest value, for gradients that are zero except for rounding,
+        such as that of the bias of an attention's keys.
       options: further arguments of `Pipeline`, such as ``zero=3`` or ``remat="full"``.
 
     Returns:
-      The pipelines that were compared, by mesh and schedule.
+      The compared pipelines, by mesh and schedule.
 
     Raises:
-      AssertionError: results that differ; the message names the worst array by its path, its
-        largest difference, and the configuration. Or a loss that is a sum, not a mean: cutting the
+      AssertionError: the results differ; the message has the path of the worst array, its largest
+        difference, and the configuration. Or the loss is a sum and not a mean, so that cutting the
         batch into n parts divides it by n.
 
     Example:

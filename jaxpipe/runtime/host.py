@@ -21,19 +21,19 @@ class OnHost(NamedTuple):
 
 
 def on_host(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keeps an optimizer's state in the memory of the host, such as Adam's two moments.
+    """Keeps an optimizer's state, such as Adam's two moments, in host memory.
 
-    They come to the devices when all gradients are there and most activations are gone, and leave
-    them when the update is done. A device's memory then holds 4 bytes per parameter between steps
-    instead of 12, for Adam in float32; each step sends 8 bytes per parameter both ways over the bus
-    of the device (PCI Express), under which nothing else runs. Counts and other scalars stay.
+    A step fetches the state when all gradients are complete and most activations are freed, and
+    returns it after the update. For Adam in float32, a device then holds 4 bytes per parameter
+    between steps instead of 12. Each step sends 8 bytes per parameter both ways over PCI Express,
+    and no computation hides this. Counts and other scalars stay on the device.
 
     Args:
       optimizer: any optax transformation.
 
     Returns:
-      One that `Pipeline` takes wherever it takes an optimizer, but to update chunk by chunk. Its
-      devices must have pinned memory of the host, as GPUs, and CPUs that simulate them.
+      A transformation for every method of `Pipeline` that takes an optimizer, except updates chunk
+      by chunk. The devices must have pinned host memory, as GPUs and simulated CPU devices do.
 
     Example:
       >>> optimizer = on_host(optax.adam(1e-3))

@@ -160,29 +160,29 @@ def make_mesh(
     tensor: int | None = None,
     devices: Sequence[jax.Device] | np.ndarray | None = None,
 ) -> Mesh:
-    """Builds the mesh the pipeline runs on: ``(data, stage)``, with "replica" before them, "expert"
-    and model axes behind them where they are asked for.
+    """Builds the mesh of a pipeline: ``(data, stage)``, with "replica" before them, and "expert"
+    and model axes after them, if you ask for these.
 
-    Devices along a model axis, which talk most, are next to each other, and then those along
-    "expert". On several hosts, or slices of TPUs, the data shards of a stage come next if they fit
-    on one with them, so that stages, which only send messages, and replicas lie across hosts.
-    Otherwise consecutive devices form one pipeline.
+    Devices along a model axis communicate most and are neighbours; next come those along "expert".
+    On several hosts (or TPU slices), the data shards of a stage come next, if they fit into one
+    host. Then only stages, which just send messages, and replicas cross hosts. Otherwise
+    consecutive devices form one pipeline.
 
     Args:
       stage: number of pipeline stages.
       data: number of data shards.
-      replica: how many groups of these hold the same parts of arrays that ZeRO shards, which are
-        then split over ``data / replica`` devices: hybrid sharding.
-      expert: how many data shards, next to each other, split a layer's experts: an axis of its own,
-        so that "data" has ``data / replica / expert``. None for no such axis.
+      replica: number of groups of data shards for hybrid sharding: ZeRO shards within each group,
+        over ``data / replica`` devices.
+      expert: number of neighbouring data shards that split a layer's experts, on an axis of its
+        own, so that "data" has size ``data / replica / expert``. None for no such axis.
       context, tensor: devices along the model axes of these names (`jaxpipe.Model`'s ``axes``);
         None for no such axis.
-      devices: the devices to use, by default the first of `jax.devices`; or an array of them in the
-        shape of the mesh, whose order is kept.
+      devices: the devices to use, by default the first of `jax.devices`; or an array of devices in
+        the shape of the mesh, whose order is kept.
 
     Raises:
       ValueError: a number below 1, replicas or experts that do not divide the data shards, too few
-        devices, one of them twice, or an array of them in another shape.
+        devices, a repeated device, or an array of devices in another shape.
 
     Example:
       >>> make_mesh(stage=1).axis_names

@@ -26,21 +26,21 @@ ReadPart: TypeAlias = Callable[..., Tree]
 
 
 def init_params(pipe: Pipeline, init: Callable[[jax.Array], Params], key: jax.Array) -> Placed:
-    """Makes ``pipe.place(init(key))`` on the devices that hold it, never whole anywhere.
+    """Computes ``pipe.place(init(key))`` directly on the devices, without the whole tree anywhere.
 
-    Random bits are the same wherever they are drawn; XLA may round what is computed from them
-    differently in the last place where it computes fewer at once.
+    The random bits are the same. XLA may round values computed from them differently in the last
+    place, because it computes fewer at once.
 
     Args:
-      pipe: where parameters are placed.
-      init: a function of the key alone that returns canonical parameters; `jax.jit` must take it.
-        An array that XLA cannot split is whole on a device while it is made: random numbers,
-        constants and `jax.vmap` over layers split, a decomposition such as that of
-        `jax.nn.initializers.orthogonal` does not.
+      pipe: the pipeline for which to place the parameters.
+      init: a function of the key alone that returns canonical parameters; `jax.jit` must accept it.
+        XLA can split random numbers, constants and `jax.vmap` over layers. It cannot split a
+        decomposition, such as that of `jax.nn.initializers.orthogonal`: such an array is whole on
+        a device while it is made.
       key: a random key.
 
     Raises:
-      ValueError: parameters unlike those that the pipeline was built for.
+      ValueError: parameters that differ from those that the pipeline was built for.
 
     Example:
       >>> from jaxpipe.runtime.layers.model import Model
@@ -106,19 +106,19 @@ def _split_within(w: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
-    """Reads parameters layer by layer, each into its place on the devices that hold it.
+    """Reads parameters layer by layer, directly onto the devices that hold them.
 
     A device never holds more than its part and one layer. Each process reads only the layers of its
     own devices.
 
     Args:
-      pipe: where parameters are placed.
-      read: ``read("embed")`` and ``read("head")``, and ``read("shared")`` where layers share
-        parameters, return these parts, ``read("layers", n)`` the parameters of layer n alone, as
-        numpy or jax arrays; memory maps are read where needed.
+      pipe: the pipeline for which to place the parameters.
+      read: returns numpy or jax arrays: ``read("embed")``, ``read("head")`` and, if layers share
+        parameters, ``read("shared")`` return these parts, and ``read("layers", n)`` the parameters
+        of layer n alone. Memory maps are read where needed.
 
     Raises:
-      ValueError: a part unlike that of the parameters that the pipeline was built for.
+      ValueError: a part that differs from that of the pipeline's parameters.
 
     Example:
       >>> from jaxpipe.runtime.layers.model import Model
