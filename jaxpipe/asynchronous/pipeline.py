@@ -53,30 +53,30 @@ jax.tree_util.register_static(SteadyState)
 class AsyncPipeline:
     """Trains a pipeline's model without ever draining it.
 
-    A call of `step` is N ticks, in which one minibatch of N microbatches enters; every stage
-    updates its own layers as soon as their gradient is finished. F of a minibatch's microbatch j
-    reads on stage d = 0..P-1 weights that miss ceil((2(P-d)-1-j)/N) updates; B reads the newest
-    weights (PipeMare) or those that its F has read (PipeDream, 2BW).
+    A call of `step` runs N ticks, in which one minibatch of N microbatches enters. Each stage
+    updates its own layers as soon as their gradient is complete. On stage d = 0..P-1, the weights
+    that F reads for a minibatch's microbatch j are ceil((2(P-d)-1-j)/N) updates behind. B reads the
+    newest weights (PipeMare) or those that its F has read (PipeDream, 2BW).
 
-    Layout, evaluation and warm-up (PipeMare's T3) are those of the synchronous pipeline that it is
-    made from: parameters and optimizer state pass from one to the other as they are.
+    Layout, evaluation and warm-up (PipeMare's T3) are those of the synchronous pipeline ``pipe``.
+    Parameters and optimizer state pass between the two unchanged.
 
     Clipping scales a gradient by ``clip_norm / max(norm, clip_norm)`` when its part (the layers of
-    a stage, the embedding, the head) is updated. The norm is over the newest finished gradient of
-    every part, before clipping; a part that has none yet counts as 0. When stage d is updated for
+    a stage, the embedding, the head) is updated. The norm is over the newest finished gradients of
+    all parts, before clipping; a part without one counts as 0. When stage d is updated for
     minibatch k, the newest gradient of stage s is that of minibatch ``k + floor((s - d) / N)``,
     where the embedding counts as stage 0 and the head as stage P.
 
-    The states of a stateful model are defined for every layer after every minibatch: each data
-    shard renews its own from microbatch to microbatch, and when F has run the minibatch's last
-    microbatch on the layer's stage they are averaged over the data shards, as at the end of a
-    synchronous step. ``state["states"]`` are the placed states of every stage after the last
-    minibatch that its F has finished.
+    The states of a stateful model are updated as follows: each data shard updates its own from
+    microbatch to microbatch. When F has run the minibatch's last microbatch on the layer's stage,
+    they are averaged over the data shards, as at the end of a synchronous step.
+    ``state["states"]`` has the placed states of each stage after the last minibatch that its F has
+    finished.
 
     Args:
       pipe: one chunk per stage in model order, such as "1f1b"; its microbatches are N.
-      optimizer: a transformation that updates every layer by itself; clipping by a global norm
-        does not.
+      optimizer: a transformation that updates every layer independently, unlike clipping by a
+        global norm.
       method: "pipemare", "pipedream" or "2bw".
       rescheduling_steps: T1's K: in step k updates are divided by max(tau, 1)^(1 - min(k/K, 1)).
         None for no rescheduling.
@@ -84,14 +84,14 @@ class AsyncPipeline:
         delta being the weights' average step. None for no correction; PipeMare without T1 and T2 is
         naive asynchrony.
       recompute_segment: stages per segment. F keeps only a segment's input, and the states that it
-        reads if they affect what a layer returns; the segment runs forward again just before its
-        backward. T2 also corrects the weights of that second forward, by less because they are less
+        reads if they affect a layer's output; the segment runs forward again just before its
+        backward. T2 also corrects the weights of this second forward, by less because they are less
         late. None for no recomputation.
       clip_norm: the largest norm over the newest finished gradients of all parts, or None.
 
     Raises:
-      ValueError: arguments that do not fit each other, or an optimizer that needs the gradients
-        of several parts at once.
+      ValueError: the arguments do not fit each other, or the optimizer needs the gradients of
+        several parts at once.
 
     Example:
       >>> from jaxpipe.runtime.layers.model import Model
@@ -146,7 +146,7 @@ class AsyncPipeline:
 
     @property
     def delays(self) -> np.ndarray:
-        """Updates that F of each microbatch of a minibatch misses, int ``[stages, N]``."""
+        """Updates by which F's weights are behind, int ``[stages, N]``, N microbatches."""
         j = np.arange(self.steady.num_microbatches)
         stages = range(self.steady.num_stages)
         return np.stack([self.steady.delay(self.steady.stage(d), j) for d in stages])
@@ -166,17 +166,17 @@ class AsyncPipeline:
         """The state of an empty pipeline.
 
         Args:
-          params, optimizer_state, states: placed, as the synchronous pipeline has them when
-            training begins or a warm-up ends.
+          params, optimizer_state, states: placed trees of the synchronous pipeline, when training
+            begins or a warm-up ends.
           batch, rng: a minibatch and a key like those of the steps, for their shapes.
-          step: asynchronous steps already taken, from which T1 goes on.
+          step: asynchronous steps already taken, from which T1 continues.
 
         Returns:
-          The state: a tree of arrays to carry through `step`, to save and to restore like any.
+          The state: a tree of arrays to pass through `step`, which can be saved and restored.
 
         Raises:
-          ValueError: arguments that do not fit the pipeline or the optimizer, or functions of the
-            model that cannot run so.
+          ValueError: the arguments do not fit the pipeline or the optimizer, or functions of the
+            model cannot run asynchronously.
         """
         optimizer_placing = self._rules.optimizer.placing
         optimizer_problems = optimizer_placing.problems("optimizer_state", optimizer_state)
@@ -286,7 +286,7 @@ class AsyncPipeline:
         return jax.jit(self.pipe.shard_map(newest, (self._specs,), out_specs))
 
     def discrepancy(self, state: AsyncState) -> jax.Array:
-        """Share by which T2 corrects layers: the norm of tau * delta over the weights', float32
+        """T2's correction of the layers: the norm of tau * delta over that of the weights, float32
         ``[stages]``; 0 without T2."""
         state = self._checked(state)
         stages = self.steady.num_stages
@@ -306,10 +306,10 @@ class AsyncPipeline:
         return jnp.sqrt(self._checked(state)["flight"]["norms"]["total"][0, 0])
 
     def finish(self, state: AsyncState) -> tuple[Placed, OptimizerState]:
-        """Placed parameters and optimizer state as the synchronous pipeline has them.
+        """Placed parameters and optimizer state for the synchronous pipeline.
 
         Args:
-          state: drained; in mid-flight parts have seen different numbers of updates.
+          state: a drained state; otherwise parts have had different numbers of updates.
         """
         params = self.params(state)
         optimizer = self._rules.optimizer
@@ -331,18 +331,17 @@ class AsyncPipeline:
 
         Args:
           state: from `init`, `step` or `drain`; donate it to `jax.jit`.
-          batch: as for `Pipeline.value_and_grad`; of the structure, shapes and dtypes that `init`
-            was given.
+          batch: as for `Pipeline.value_and_grad`, with the structure, shapes and dtypes of the
+            batch for `init`.
           rng: the minibatch's key, if `init` was given one.
 
         Returns:
-          The state, and the loss of the minibatch whose last microbatch has left meanwhile, float32
-          scalar, or ``(loss, metrics)``; about (P-1)/N minibatches behind. NaN before there is one,
-          or 0 for integers.
+          The state and the loss, a float32 scalar, or ``(loss, metrics)``. The loss is that of the
+          minibatch whose last microbatch left during the call, about (P-1)/N minibatches behind.
+          Before there is one, it is NaN (0 for integers).
 
         Raises:
-          ValueError: a state that is not this pipeline's; a batch or a key unlike those that `init`
-            was given.
+          ValueError: a state of another pipeline; a batch or a key unlike those for `init`.
         """
         state = self._checked(state, batch=batch, rng=rng)
 
@@ -356,21 +355,21 @@ class AsyncPipeline:
         return state, jax.tree.map(lambda w: w[0], left)
 
     def drain(self, state: AsyncState) -> tuple[AsyncState, Tree]:
-        """Lets everything in flight finish, with nothing entering: 2P-1 ticks.
+        """Finishes everything in flight in 2P-1 ticks, in which nothing enters.
 
-        Training goes on from the state it returns, with an empty pipeline. To evaluate a run
+        Training can continue from the returned state, with an empty pipeline. To evaluate a run
         without disturbing it, drain a copy.
 
         Args:
           state: from `init` or `step`.
 
         Returns:
-          The state, and the losses of the minibatches that were still to leave, float32
-          ``[about (P-1)/N]``, or ``(loss, metrics)`` with this leading dimension; NaN, or 0 for
-          integers, for those that never entered.
+          The state and the losses of the minibatches that were in flight, float32 ``[about
+          (P-1)/N]``, or ``(loss, metrics)`` with this leading dimension. They are NaN (0 for
+          integers) for minibatches that never entered.
 
         Raises:
-          ValueError: a state that is not this pipeline's.
+          ValueError: a state of another pipeline.
         """
         state = self._checked(state)
 

@@ -36,16 +36,14 @@ def lookup(
       table: float [vocab, width]; with ``axis`` the local slice [vocab / p, width], slices in axis
         order.
       ids: int [...], each in [0, vocab), the same on every device of the axis.
-      axis: name of the mesh axis the table is split over, inside `jax.shard_map`; None for a whole
-        table.
-      sequence_axis: a model axis that also splits the table, as the outer of the two, and the last
-        dimension of the rows; None for none.
-      dtype: of the rows; None for the table's. Devices exchange rows of this dtype.
+      axis: the mesh axis that splits the table, inside `jax.shard_map`; None for a whole table.
+      sequence_axis: a model axis that also splits the table, as the outer axis of the two, and the
+        last dimension of the rows; None for none.
+      dtype: dtype of the rows, which devices exchange; None for the table's.
 
     Returns:
-      Rows [..., width], the same on every device of the axis, with ``sequence_axis`` the device's
-      own part of the sequence. The backward expects the complete cotangent on every device of the
-      axis.
+      Rows [..., width], the same on every device of the axis; with ``sequence_axis``, the device's
+      part of the sequence. The backward expects the complete cotangent on every device of the axis.
 
     Example:
       >>> lookup(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
@@ -82,26 +80,26 @@ def cross_entropy(
 
     The loss of one token is ``logsumexp(z) - sum(q * z)`` with ``z = table @ x + bias`` and ``q``
     the target's one-hot vector, or with label smoothing s (Szegedy et al. 2016, section 7)
-    ``(1 - s) onehot + s / vocab_size``. Loss and ``softmax(z) - q`` come out of one pass, and the
-    latter is the only residual as large as the logits. Matmuls accumulate in float32 for every
-    narrower dtype of ``x``, and the gradients of table and bias are never rounded to it; that of
-    ``x`` is summed over devices in its dtype.
+    ``(1 - s) onehot + s / vocab_size``. One pass computes the loss and ``softmax(z) - q``, which is
+    the only residual as large as the logits. For narrower dtypes of ``x``, matmuls accumulate in
+    float32, and the gradients of table and bias are not rounded. The gradient of ``x`` is summed
+    over devices in its own dtype.
 
     Args:
       x: float [..., width], the same on every device of the axis; its dtype is the matmuls' input
         dtype.
-      table: as of `lookup`. Rows from ``vocab_size`` on are padding: they get no probability and no
-        gradient.
-      targets: int [...], each in [0, vocab_size); where the weight is 0 they may be anything.
+      table: as for `lookup`. Rows from ``vocab_size`` on are padding: they get no probability and
+        no gradient.
+      targets: int [...], each in [0, vocab_size); any number where the weight is 0.
       vocab_size: the number of real rows of the whole table.
       bias: float [vocab], with ``axis`` the local slice; or None.
-      weights: float [...], the weight of each token in the mean; no gradient flows to them. None
-        for equal ones. If they sum to 0, the loss is 0.
+      weights: float [...], the weight of each token in the mean, without gradient; None for equal
+        weights. If they sum to 0, the loss is 0.
       label_smoothing: s, in [0, 1).
-      soft_cap: c; logits z then become ``c tanh(z / c)``. None leaves them as they are.
-      axis: as of `lookup`.
-      sequence_axis: as of `lookup`: x is then the device's own part of the sequence, and targets
-        and weights are whole.
+      soft_cap: c, which turns logits z into ``c tanh(z / c)``; None for no cap.
+      axis: as for `lookup`.
+      sequence_axis: as for `lookup`. x is then the device's part of the sequence; targets and
+        weights are whole.
 
     Returns:
       ``sum(weights * losses) / sum(weights)`` in float32, or float64 if x is, the same on every

@@ -54,13 +54,13 @@ class Entry:
     """One schedule of the registry.
 
     Args:
-      name: what users call it by.
-      generate: called as ``generate(num_stages, num_microbatches, **options)``. It reads the
-        `OPTIONS` that are its keyword-only parameters.
+      name: the name for users.
+      generate: called as ``generate(num_stages, num_microbatches, **options)``. Its keyword-only
+        parameters are the `OPTIONS` that it reads.
       summary: one line.
       source: the paper.
       chunks: v if the schedule does not read ``num_chunks``; None if only the schedule knows it.
-      reordered: whether `build` orders it anew for the costs it is given.
+      reordered: whether `build` reorders it for the given costs.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Entry:
 
     @property
     def default_chunks(self) -> int:
-        """The v used unless another is requested; 1 if only the schedule knows it."""
+        """The default number of chunks; 1 if only the schedule knows it."""
         own = self.defaults.get("num_chunks")
         return own if isinstance(own, int) else self.chunks or 1
 
@@ -166,19 +166,19 @@ def entries() -> tuple[Entry, ...]:
 def register(name: str) -> Callable[[Generate], Generate]:
     """Adds a schedule of your own to the registry, for this process.
 
-    A package can do so for everyone who installs it with an entry point of the group
-    ``jaxpipe.schedules``, whose name is the schedule's. The returned schedule is validated.
+    A package can register a schedule for everyone who installs it: with an entry point in the group
+    ``jaxpipe.schedules`` that has the schedule's name. Returned schedules are validated.
 
     Args:
-      name: what users call it by; no built-in or asynchronous name, and nothing that the command
-        would take for a file or a function.
+      name: the name for users. It must not be a built-in or asynchronous name, nor look like a file
+        or a function to the command.
 
     Returns:
       A decorator for a function ``(num_stages, num_microbatches, **options) -> Schedule``, whose
-      keyword-only parameters say which options of `build` it reads.
+      keyword-only parameters are the options of `build` that it reads.
 
     Raises:
-      ValueError: the name is taken or cannot be one.
+      ValueError: the name is taken or not allowed.
 
     Example:
       >>> from jaxpipe.schedule.generators.breadth_first import gpipe
@@ -244,25 +244,25 @@ def build(
     """Builds a schedule by name.
 
     Args:
-      name: a registered name, such as "1f1b"; or your own schedule, "PATH.csv" in PyTorch's format
-        of pipeline actions or "module:function", as `register` takes it. "-published" after the
-        name of a reordered schedule (`Entry`) keeps its order whatever the costs.
-      stages: p, at least 1; None, as for the next one, for that of a file.
+      name: a registered name, such as "1f1b"; or your own schedule: "PATH.csv" in PyTorch's format
+        of pipeline actions, or "module:function" with a function as for `register`. "-published"
+        after the name of a reordered schedule (`Entry`) keeps its order whatever the costs.
+      stages: p, at least 1. For a file, None takes the file's number, also for ``microbatches``.
       microbatches: m, at least 1.
-      chunks: v, the chunks per stage, at least 1. For this and the next three: None for the
-        schedule's own default; a schedule that does not read one refuses it.
+      chunks: v, the chunks per stage, at least 1. Here and in the next three, None is the
+        schedule's default, and a schedule that does not read the option refuses it.
       group: microbatches that stay together, at least 1.
       slices: k, the slices into which the sequences of a microbatch are cut, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
-      costs: costs of one chunk; for `auto`, which chooses how many chunks a stage holds, of half a
-        stage. Schedules that are searched or reordered use them: of the published order, which is
-        for equal costs and free messages, and one for these costs, the one that ends first on the
-        device clock is taken. They also say in which ticks any schedule runs
-        (`jaxpipe.schedule.pacing`).
-      layer_costs: the costs of every layer of the model, in order, instead of ``costs``. All
-        schedules are then of the same model, whatever their chunks.
-      seconds: about how long `auto` searches: 0 for the first schedule that fits, None for 2.
-      progress: called with a few words on what `auto` does next.
+      costs: costs of one chunk, or, for `auto`, which chooses the number of chunks, of half a
+        stage. A searched or reordered schedule is either the published order, which is for equal
+        costs and free messages, or an order for these costs: the one that ends first on the device
+        clock. Costs also decide the ticks in which any schedule runs (`jaxpipe.schedule.pacing`).
+      layer_costs: costs of every layer of the model, in order, instead of ``costs``. All schedules
+        are then of the same model, whatever their chunks.
+      seconds: approximate time of a search by `auto`; 0 takes the first schedule that fits, and
+        None is 2.
+      progress: called with a few words about the next step of `auto`.
 
     Raises:
       ArgumentError: the name is unknown or a number does not fit it; all failures in one message.

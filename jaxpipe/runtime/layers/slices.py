@@ -27,8 +27,8 @@ from jaxpipe.runtime.types import Activation, Batch, Index, Key, LayerParams, Sh
 class Appended:
     """Marks an array of a carry as a buffer of the whole sequence, to which slices append.
 
-    A layer writes the positions of its slice, and its results do not depend on later positions,
-    whatever finite values lie there. So a backward may read the buffer as later slices have left
+    A layer writes the positions of its slice. Its results must not depend on later positions, which
+    may hold any finite values. So a backward may read the buffer after later slices have written to
     it, and no slice keeps a copy.
 
     Args:

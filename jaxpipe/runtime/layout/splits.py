@@ -21,12 +21,12 @@ from jaxpipe.runtime.types import Params, Path, Tree
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Split of an array in which several are joined, such as queries, keys and values.
+    """Split of an array that joins several, such as queries, keys and values.
 
     Args:
-      spec: the axis that splits the dimension in which they are joined; it splits no other.
-      lengths: their lengths in this dimension. Each is split by itself, and a device has its part
-        of each.
+      spec: the axis that splits the dimension in which the arrays are joined, and no other.
+      lengths: lengths of the joined arrays in this dimension. Each is split separately, and a
+        device has its part of each.
 
     Example:
       >>> Joined(P(None, "tensor"), (8, 4, 4)).lengths
