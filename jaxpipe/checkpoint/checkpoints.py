@@ -63,7 +63,7 @@ class Restored(NamedTuple):
       step: optimizer steps done.
       params: placed parameters.
       state: the optimizer's state.
-      data: what was saved with it for JSON.
+      data: the loop's own data, as given to `save`.
       states: placed states of the layers; None for a model without.
     """
 
@@ -75,23 +75,23 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use it as a context manager: leaving waits for pending writes.
-    Without, call `wait`; a program that ends also waits, but only prints what went wrong.
+    """The checkpoints of one run. Use it as a context manager, which waits for pending writes when
+    it exits. Otherwise call `wait`; a program that ends also waits, but only prints errors.
 
-    Entering it or saving moves damaged checkpoints aside and removes half-written ones of a killed
-    run. Until then nothing is changed. With several processes, each must make the same calls on a
-    folder that all of them see.
+    Entering the context or saving renames damaged checkpoints and removes half-written ones of a
+    killed run. Nothing changes before that. With several processes, each must make the same calls
+    on a folder that all of them see.
 
     Args:
-      folder: absolute or relative path; made when first needed.
-      keep: how many of the latest checkpoints to keep, at least 1; the best one is kept as well.
-      keep_every: checkpoints of steps that are multiples of it are kept for good; None for none.
+      folder: absolute or relative path; created when first needed.
+      keep: number of latest checkpoints to keep, at least 1; the best one is kept as well.
+      keep_every: keep the checkpoints of all steps that are multiples of this; None keeps none.
       read_only: never write.
-      fetch: completes the files of a step, of which the folder may hold only those that tell which
-        checkpoints to keep; process 0 calls it with a step before anyone reads it.
+      fetch: completes the files of a step, for folders that only have the files needed to choose
+        which checkpoints to keep. Process 0 calls it with a step before any process reads it.
 
     Raises:
-      ValueError: a folder that is a file or a URL, or nothing to keep.
+      ValueError: the folder is a file or a URL, or ``keep`` is below 1.
 
     Example:
       >>> with jaxpipe.Checkpoints("runs/one", keep=3) as checkpoints:  # doctest: +SKIP
@@ -141,10 +141,10 @@ class Checkpoints:
 
     @functools.cached_property
     def found(self) -> Found:
-        """The checkpoints that the folder held at first. Every process must ask for them; process 0
-        reads the newest files.
+        """The checkpoints that the folder held at first. Every process must read this property;
+        process 0 reads the newest files.
 
-        Process 0 alone decides what is damaged, so that all processes resume from the same step.
+        Only process 0 decides which are damaged, so that all processes resume from the same step.
         """
         find = functools.partial(recovery.find, self._folder, self._fetch)
         latest, damaged = from_first(find)  # lists, after a round trip through JSON
@@ -169,7 +169,7 @@ class Checkpoints:
         return min(reversed(evaluated), key=evaluated.__getitem__, default=None)
 
     def shapes(self, step: int) -> Shapes:
-        """Shapes and dtypes of what was saved, in dictionaries and lists."""
+        """Shapes and dtypes of the saved arrays, in dictionaries and lists."""
         folder, handler = self._folder / str(step), ocp.PyTreeCheckpointHandler()
         with recovery.reading(f"the checkpoint {folder}"):
             saved = _object(handler.metadata(folder / STATE).tree)
@@ -190,23 +190,23 @@ class Checkpoints:
         data: Mapping[str, Any] | None = None,
         loss: float | None = None,
     ) -> None:
-        """Starts to save a training run; returns as soon as it may go on.
+        """Starts to save a training run; returns as soon as training may continue.
 
-        Arrays go to the memory of the host in canonical order, an eighth of them at a time, of
-        which each device holds its share; there they stay until the files are written.
+        Arrays are copied to host memory in canonical order, an eighth at a time, of which each
+        device holds its share. They stay there until the files are written.
 
         Args:
           step: optimizer steps done.
-          pipe: where parameters and states are placed.
-          optimizer: the optax transformation whose state it is.
+          pipe: the pipeline that placed parameters and states.
+          optimizer: the optax transformation of the state.
           params: placed parameters.
           state: the optimizer's state.
-          states: placed states of the layers, for a model that keeps some.
-          data: what JSON can hold, such as the position in the data and the seed.
-          loss: held-out loss at this step; the checkpoint with the lowest is kept, too.
+          states: placed states of the layers, for a stateful model.
+          data: values that JSON can hold, such as the position in the data and the seed.
+          loss: held-out loss at this step; the checkpoint with the lowest is also kept.
 
         Raises:
-          ValueError: trees unlike those of the pipeline, or not placed; a step that is not
+          ValueError: trees that differ from the pipeline's or are not placed; a step that is not
             after the latest.
           RuntimeError: the program is ending.
           TypeError: data that JSON cannot hold.
@@ -228,20 +228,20 @@ class Checkpoints:
         """Reads a training run and places it for a pipeline of the same model.
 
         The mesh, the schedule, the ZeRO level, ``weights`` and ``layer_counts`` may differ from
-        those it was saved with. Every device reads its own share.
+        those of the saved run. Every device reads its own share.
 
         Args:
-          pipe: where to place it.
-          optimizer: the optax transformation that continues; it keeps the same arrays.
+          pipe: the pipeline for which to place the run.
+          optimizer: the optax transformation that continues; its state must have the same arrays.
           step: one of `steps`; the newest whole one by default.
 
         Returns:
-          What was saved; None if the folder holds no checkpoint, with a warning in the log if a
-          folder of a similar name, in it or around it holds some.
+          The saved run; None if the folder holds no checkpoint. A warning in the log then names
+          folders with similar names, or inside or around it, that hold checkpoints.
 
         Raises:
-          ValueError: all checkpoints are damaged, or that of ``step`` is; a checkpoint of another
-            model or optimizer; no such folder, with ``read_only``.
+          ValueError: all checkpoints are damaged, or that of ``step`` is; the checkpoint is of
+            another model or optimizer; the folder does not exist, with ``read_only``.
         """
         self.wait()
         step = self._newest() if step is None else self.whole(step)
@@ -316,7 +316,7 @@ class Checkpoints:
         run: Mapping[str, Any] | None = None,
         loss: float | None = None,
     ) -> None:
-        """Starts to save arrays as they are; returns as soon as `save` does.
+        """Starts to save arrays as they are; returns like `save`.
 
         Args:
           step: optimizer steps done.

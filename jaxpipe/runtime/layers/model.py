@@ -23,18 +23,19 @@ def _last_activation(outer: OuterParams, x: Activation, microbatch: Batch, rng: 
 class Model:
     """A model as pure functions over ``{"embed", "layers", "head"}`` parameters, and "shared".
 
-    ``outer`` below is ``{"embed": ..., "head": ...}``: both outer functions see both, so tied
-    embeddings are one array read twice. ``microbatch`` is the batch's rows of one microbatch; every
-    stage has them, so masks, positions and targets are read where they are used and never sent.
-    ``rng`` is one key that depends on (step, microbatch, layer) and on the data shard, or None
-    where the caller gave none.
+    ``outer`` below is ``{"embed": ..., "head": ...}``. Embedding and head both see all of it, so
+    tied embeddings are one array that is read twice. ``microbatch`` is the batch's rows of one
+    microbatch. Every stage has them, so masks, positions and targets are never sent. ``rng`` is a
+    key that depends on (step, microbatch, layer) and on the data shard, or None if the caller gave
+    none.
 
-    An activation ``x`` is an array or a tree of arrays, all floating point. A layer returns what it
-    does not touch as it came: in this way an encoder's output travels past every decoder layer.
+    An activation ``x`` is an array or a tree of arrays, all floating point. A layer returns
+    unchanged any parts that it does not use; in this way an encoder's output passes every decoder
+    layer.
 
-    Stages run layers at different times. With ``stage_split`` they all compute embed, head and
-    output together; without, the stages of the first and the last layer compute them alone, and no
-    stage waits for others. So these functions may call
+    Stages run layers at different times. With ``stage_split``, all stages compute embed, head and
+    output together. Without it, the stages of the first and the last layer compute them alone, and
+    no stage waits for others. So these functions may call
 
     | collectives | in layers, or without ``stage_split`` | elsewhere |
     |---|---|---|
@@ -44,54 +45,53 @@ class Model:
 
     Args:
       embed: ``embed(outer, microbatch, rng) -> x``, the input of the first layer. Its time is not
-        counted when layers are cut into stages, so expensive first layers (a convolution) belong
-        among the layers.
+        counted when layers are split over stages, so an expensive first layer, such as a
+        convolution, should be one of the layers.
       layer: ``layer(layer_params, x, microbatch, rng) -> x``. If all layers are alike, one
         function; ``params["layers"]`` then stacks ``layer_params`` on a leading layer dimension,
-        and x stays the same in structure, shape and dtype. If they differ, a tuple or list of
-        functions, one per layer; ``params["layers"]`` is then a tuple or list of trees. Layers that
-        share the function and all shapes share the compiled code. With ``params["shared"]``, which
-        all layers read, ``layer_params`` is the pair (the layer's own, shared). A layer with a loss
-        of its own, such as the balance loss of a mixture of experts, returns
-        `jaxpipe.WithLoss(x, loss)` in place of x.
-      paired_layer: the same as ``layer`` for pipelines that run layers in pairs (``pair_layers``),
-        which hide collectives of a forward beside the backward's matmuls, so that a layer need not
-        hide its own. None for ``layer`` itself.
+        and x keeps its structure, shape and dtype. If they differ, a tuple or list of functions,
+        one per layer; ``params["layers"]`` is then a tuple or list of trees. Layers with the same
+        function and shapes share compiled code. With ``params["shared"]``, which all layers read,
+        ``layer_params`` is the pair (the layer's own, shared). A layer with its own loss, such as
+        the balance loss of a mixture of experts, returns `jaxpipe.WithLoss(x, loss)` instead of x.
+      paired_layer: replaces ``layer`` in pipelines with ``pair_layers``. These hide a forward's
+        collectives under a backward's matmuls, so a layer need not hide its own. None for ``layer``
+        itself.
       head_loss: ``head_loss(outer, x, microbatch, rng) -> loss``, a float32 scalar, or float64
         under ``jax_enable_x64``: the mean loss of one microbatch. The loss of a batch is the mean
-        over microbatches and data shards, which divides a sum by their number. Where they have
+        over microbatches and data shards. (A sum would be divided by their number.) If they have
         different weights, such as numbers of tokens, return `jaxpipe.Weighted(total, weight)`.
-        ``(loss, metrics)`` returns a dictionary of arrays beside the loss, which are averaged like
-        it, `jaxpipe.Weighted`, or summed: `jaxpipe.Sum`.
-      stage_split: a tree like ``outer`` whose leaves are the dimension of that parameter that is
-        split over the ``stage`` axis, or None where it is replicated. Functions that use a split
-        leaf receive the stage's own slice and communicate by name (see
-        `jaxpipe.runtime.vocabulary`). None splits nothing, and leaves embedding and head to the
-        ends of the pipeline.
-      axes: the mesh's model axes, such as "tensor": those beside stages and data shards along which
-        devices share the work of a microbatch, as these functions say with collectives of these
-        names; the table above says which. Every device along them returns a loss, of which the
-        step's is the mean, and its activation, whole or a part. Keys are equal along them.
-      axis_split: the parameters that these axes, or the data axes, split: a tree like params, or a
+        ``(loss, metrics)`` also returns a dictionary of metrics: arrays that are averaged like the
+        loss, `jaxpipe.Weighted`, or `jaxpipe.Sum`.
+      stage_split: a tree like ``outer`` whose leaves are the dimension in which a parameter is
+        split over the ``stage`` axis, or None for a replicated parameter. Functions receive the
+        stage's slice of a split parameter and communicate by axis name (see
+        `jaxpipe.runtime.vocabulary`). None splits nothing, and the ends of the pipeline compute
+        embedding and head.
+      axes: the mesh's model axes, such as "tensor", along which devices share the work of a
+        microbatch. The functions use collectives with these names, as far as the table above
+        allows. Every device along them returns a loss (the step's loss is their mean) and its
+        activation, whole or a part. Keys are equal along them.
+      axis_split: the split of parameters over these axes or the data axes: a tree like params, or a
         prefix of it, whose leaves are None, a `jax.sharding.PartitionSpec` (of one layer, if layers
-        are alike), or a `jaxpipe.Joined` of one. Functions see a device's own part. A dimension
-        that stages also split need not divide. None splits nothing.
+        are alike), or a `jaxpipe.Joined` of one. Functions see a device's part. A dimension that
+        stages also split need not divide. None splits nothing.
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
-        rng, state) -> (x, state)``: running statistics, which are not differentiated. `Pipeline`
-        then takes and returns a tuple of states, one tree per layer. Devices along ``axes`` cannot
-        share such layers.
-      carry: ``carry(x, microbatch, num_slices)``, for schedules that cut sequences into slices:
-        a layer's carry with the first slice of its input, a tree of floating-point arrays. Buffers
-        for the whole sequence, to which every slice appends, are marked with `jaxpipe.Appended`.
-        Layers then have two more arguments, ``layer(layer_params, x, microbatch, rng, carry, start)
-        -> (x, carry)``, where ``start`` is the position of the slice in its sequence, and
-        ``microbatch`` is cut like x. Without slices they are called without, for the whole
-        sequence. A tuple of functions if layers differ in it; ``()`` for layers that do not mix
-        tokens. Embed, head and output see slices, too: positions come with the batch, and losses
-        and metrics are combined like those of microbatches.
+        rng, state) -> (x, state)``. States are running statistics, which are not differentiated.
+        `Pipeline` then takes and returns a tuple of states, one tree per layer. Devices along
+        ``axes`` cannot share such layers.
+      carry: ``carry(x, microbatch, num_slices)``, for schedules that cut sequences into slices. It
+        returns a layer's first carry, a tree of floating-point arrays, given the first slice of its
+        input. `jaxpipe.Appended` marks buffers for the whole sequence, to which every slice
+        appends. Layers then have two more arguments, ``layer(layer_params, x, microbatch, rng,
+        carry, start) -> (x, carry)``: ``start`` is the position of the slice in its sequence, and
+        ``microbatch`` is cut like x. Without slices, layers are called without these arguments, for
+        the whole sequence. If layers differ, ``carry`` is a tuple of functions; it is ``()`` for
+        layers that do not mix tokens. Embed, head and output also see slices: positions come with
+        the batch, and losses and metrics are combined like those of microbatches.
       output: ``output(outer, x, microbatch, rng)``, arrays ``[rows, ...]`` such as logits, for
         `Pipeline.outputs`; by default the last layer's x. It must be the same on every stage and
-        along every model axis, so it gathers what these split.
+        along every model axis, so it must gather split arrays.
 
     Example:
       >>> import jax.numpy as jnp
