@@ -46,9 +46,9 @@ def buffers(
     *,
     by_chunk: optax.GradientTransformation | None = None,
 ) -> dict[str, Shapes]:
-    """Finds the buffers of the tick loop on each device, which schedule and model determine.
+    """Finds the buffers of the tick loop on each device.
 
-    Pieces of chunks that are gathered or reduced while layers run are "moving".
+    "moving" has the pieces of chunks that are gathered or reduced while layers run.
 
     Args:
       batch: a batch, or its shapes.
@@ -125,10 +125,10 @@ def layer_costs(
 ) -> list[Costs]:
     """Costs of F, B and W of every layer for one microbatch on one data shard, without messages.
 
-    Where sequences are cut, costs are of a slice that attends to the whole sequence.
+    If sequences are cut, costs are those of a slice that attends to the whole sequence.
 
-    Layers of one kind are traced, or timed, once. Floating-point operations are those XLA counts in
-    the program before it optimises; recomputation that ``remat`` asks for is among them. Where
+    Layers of one kind are traced, or timed, once. By default costs are the floating-point
+    operations that XLA counts before it optimizes, including the recomputation of ``remat``. If
     devices along model axes share a layer, operations are those of one device's part, and a time is
     that of all devices together.
 
@@ -137,8 +137,8 @@ def layer_costs(
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       measure: compile every part, run it on the first device, and return seconds.
-      together: run it on all devices of the pipeline at once, each with the same values, as they
-        are busy in a step; simulated devices share the cores of the machine.
+      together: run it on all devices of the pipeline at once, with the same values, since all are
+        busy in a step; simulated devices share the machine's cores.
     """
     layers, context = traced_layers(pipe, batch, rng)
     cost = functools.partial(_cost, pipe, measure=measure, together=together)
@@ -154,8 +154,8 @@ def end_costs(
 ) -> tuple[float, float]:
     """Costs of embedding and head for one microbatch, each with its gradient, as in `layer_costs`.
 
-    Without ``Model.stage_split`` the stages of the first and the last layer compute them beside
-    their layers, and `jaxpipe.schedule.partition` should count them there.
+    Without ``Model.stage_split``, the stages of the first and the last layer compute them. Add them
+    to the costs of these layers for `jaxpipe.schedule.partition`.
 
     Args:
       pipe: pipeline of a model without ``stage_split``; all arguments as for `layer_costs`.
@@ -268,15 +268,15 @@ def predicted_bytes(
     *,
     by_chunk: optax.GradientTransformation | None = None,
 ) -> dict[str, int]:
-    """Predicts the bytes that a training step takes on each device beside its arguments.
+    """Predicts the bytes that a training step takes on each device in addition to its arguments.
 
     Args:
       pipe: the pipeline; it is not run.
       batch: a batch, or its shapes.
       rng: as for `Pipeline.value_and_grad`.
       by_chunk: the optimizer of ``pipe.train_step(by_chunk, update="chunk")``, for the memory of
-        that step; None for a step that updates after the backward, whose optimizer's own memory
-        beside the gradients is not counted.
+        that step. None is for a step that updates after the backward, without the memory that its
+        optimizer needs beside the gradients.
 
     Returns:
       Bytes by buffer, as `buffers` names them, and "working_set".
@@ -304,10 +304,10 @@ def compiled_bytes(
     by_chunk: optax.GradientTransformation | None = None,
 ) -> int:
     """Compiles the step, with plain SGD if it updates after the backward, and returns the bytes
-    that it takes on each device beside its arguments.
+    that it takes on each device in addition to its arguments.
 
-    The update is part of the program: gradients that a program returns have arrays of their own, in
-    whose room the compiler puts whatever happens to fit.
+    The program includes the update. If it returned gradients, the compiler would reuse their arrays
+    for other values.
 
     Arguments as for `predicted_bytes`.
     """
@@ -320,7 +320,7 @@ PLAIN_UPDATES = optax.sgd(1.0), "step"
 
 
 def bytes_beside_arguments(program: jax.stages.Compiled) -> int:
-    """Bytes that a compiled program takes on each device beside its arguments."""
+    """Bytes that a compiled program takes on each device in addition to its arguments."""
     analysis = program.memory_analysis()
     assert analysis is not None  # every backend of jax has one
     returned = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

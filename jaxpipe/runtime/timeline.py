@@ -24,20 +24,20 @@ def timeline(
 ) -> Timeline:
     """Runs forward and backward of a batch twice, and measures the second run of every stage.
 
-    The program is the pipeline's own, with calls to the host at both ends of every cell's layers:
-    the time between two cells of a stage goes to the exchange of messages, embedding and loss,
-    transfers over data, and these calls. A call costs some 0.15 ms on CPUs, and keeps a GPU from
-    launching a cell's kernels before the previous cell has ended: a step takes longer than one that
-    is not measured.
+    The program is the pipeline's own, with calls to the host before and after every cell's layers.
+    The time between two cells of a stage is that of messages, embedding and loss, transfers over
+    data, and these calls. A call costs about 0.15 ms on CPUs. It keeps a GPU from launching a
+    cell's kernels before the previous cell has ended, so a measured step takes longer than others.
 
     Args:
       pipe: any pipeline whose devices are all in this process; if several devices share a stage,
         the first is measured.
-      placed: placed parameters; these and the other arguments as for `Pipeline.value_and_grad`.
+      placed: placed parameters. All other arguments are as for `Pipeline.value_and_grad`.
 
     Returns:
-      The timeline of all stages, in seconds from the first layer on, with the mean times of F, B
-      and W of every virtual stage as its costs. A fused backward counts half as B and half as W.
+      The timeline of all stages, in seconds from the start of the first layer. Its costs are the
+      mean times of F, B and W of every virtual stage; a fused backward counts half as B and half as
+      W.
 
     Raises:
       ValueError: arguments that do not fit the pipeline, or devices of other processes.
