@@ -73,8 +73,8 @@ class DataConfig(Section):
     """More folders with the same tokenizer, each with a weight in proportion to which its rows are
     drawn, such as {data/code: 2.5}; path has weight 1. All held-out rows come from path."""
     domains: dict[str, str] = {}
-    """More folders with the same tokenizer, by the name of what they hold, such as {code:
-    data/code}: each evaluation also reports the loss and perplexity of their held-out rows."""
+    """More folders with the same tokenizer, by name, such as {code: data/code}. Each evaluation
+    also reports the loss and perplexity of their held-out rows."""
     rows: str | None = None
     """Texts that the run reads and tokenizes while it trains, instead of those of path: Parquet or
     JSON Lines in a file or folder, or module:function that returns a Hugging Face IterableDataset.
@@ -324,34 +324,34 @@ class TrainConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on the linear maps of frozen layers (task gpt): only they are trained, and
-    what train.trainable names."""
+    """Low-rank adapters on the linear maps of frozen layers (task gpt). Only the adapters and the
+    parameters that train.trainable names are trained."""
 
     rank: Natural = 0
     """Rank of the adapters; 0 for none."""
     alpha: Positive = 16.0
-    """alpha / rank multiplies what an adapter adds."""
+    """An adapter's output is multiplied by alpha / rank."""
     targets: list[str] = ["*"]
-    """Patterns of the linear maps that have adapters, by their paths in a layer or the ends of
-    these: "qkv", "attention/*", "mlp/up". All have by default; experts and routers cannot."""
+    """Linear maps with adapters: patterns of their paths in a layer, or of the ends of these paths,
+    such as "qkv", "attention/*" or "mlp/up". By default all, except experts and routers."""
     dropout: Beta = 0.0
-    """Probability with which an adapter drops a number of its input."""
+    """Probability with which an element of an adapter's input is dropped."""
     base: Literal["float32", "int8", "nf4"] = "float32"
-    """Form in which the kernels of all linear maps are kept: int8 with a factor per output, or
-    4-bit NormalFloat with a factor per 64 inputs of an output."""
+    """Form of the kernels of all linear maps: float32, int8 with a factor per output, or 4-bit
+    NormalFloat with a factor per output and 64 inputs."""
 
 
 class PublishConfig(Section):
-    """Weights for a server of the model, such as vLLM or SGLang, while it is trained (task gpt)."""
+    """Weights for a server, such as vLLM or SGLang, written during training (task gpt)."""
 
     path: str | None = None
-    """Folder that all processes and the server see; step_N holds the model after step N, in Hugging
-    Face's form, and the link "latest" is the newest. None publishes nothing."""
+    """Folder that all processes and the server see. step_N is a Hugging Face folder with the model
+    after step N, and the link "latest" points to the newest. None publishes nothing."""
     every: Count = 100
-    """Steps from one to the next; one that is still being written when the next is due is awaited.
-    """
+    """Steps from one model to the next. If one is still being written when the next is due, the run
+    waits for it."""
     keep: Count = 2
-    """Number of the newest to keep."""
+    """Number of the newest models to keep."""
 
 
 class SampleConfig(Section):

@@ -41,17 +41,17 @@ def loss(
     """Loss of a batch on one device, microbatch by microbatch, layer by layer.
 
     Args:
-      model: its functions must not use a mesh axis (for the GPT: ``vocabulary_axis=None``).
+      model: a model whose functions use no mesh axis (for the GPT: ``vocabulary_axis=None``).
       params: canonical parameters.
       batch: leaves ``[rows, ...]``; within a data shard, row r belongs to microbatch ``r % m``.
       rng: the step's key, or None.
-      num_microbatches, data_shards: as in the pipeline, for the random keys and the mean.
-      states: a tree for each layer, for a stateful model.
+      num_microbatches, data_shards: the pipeline's, for the random keys and the mean.
+      states: one tree per layer, for a stateful model.
 
     Returns:
-      float32 scalar, as `Pipeline.value_and_grad` defines it. With metrics or ``states``
-      ``(loss, aux)``, where ``aux`` is the metrics, the states, or both in a tuple; states are
-      renewed by every data shard in microbatch order, then averaged.
+      The loss, a float32 scalar, as `Pipeline.value_and_grad` defines it. With metrics or
+      ``states``, ``(loss, aux)``: ``aux`` is the metrics, the states, or both in a tuple. Each data
+      shard updates the states in microbatch order; then they are averaged.
     """
 
     def head(*args: Tree) -> Tree:
