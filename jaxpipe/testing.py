@@ -331,7 +331,8 @@ def _compared(case: str, name: str, got: Tree, want: Tree, floor: float) -> Iter
     leaves = jax.tree.leaves_with_path(want)
     for (path, expected), found in zip(leaves, jax.tree.leaves(got), strict=True):
         a, b = (np.asarray(w).astype(np.float64) for w in (found, expected))
-        off = np.where(a == b, 0, np.abs(a - b))  # infinities are equal
+        with np.errstate(invalid="ignore"):
+            off = np.where(a == b, 0, np.abs(a - b))  # infinities are equal
         off = np.where(np.isnan(off), np.inf, off)
         if off.size == 0:
             continue

@@ -28,8 +28,8 @@ HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
     ("code", "heavy"),
     [
         ("import jaxpipe; jaxpipe.schedules.build('1f1b', stages=2, microbatches=4)", HEAVY),
-        ("from jaxpipe.cli import main; main(['schedules'])", HEAVY),
         (f"from jaxpipe.cli import main; main({SHOW.split()})", HEAVY),
+        ("import jaxpipe; jaxpipe.Pipeline", ("jaxpipe.testing",)),
         ("import jaxpipe.testing", ("orbax", "chex", "flax")),
     ],
 )
