@@ -5,7 +5,7 @@ import shutil
 import pytest
 from command import assert_same_run, finish, saved
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
 PAGE = 4
 """Kilobytes of a tmpfs that the smallest file takes."""
@@ -18,9 +18,7 @@ def _kilobytes(run):
     return PAGE * sum(pages)
 
 
-@pytest.mark.parametrize(
-    "size", [200, *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES)]
-)
+@pytest.mark.parametrize("size", SIZES)
 def test_a_disk_of_any_size(unbroken_toy, toy_trainer, small_disk, tmp_path, size):
     assert SIZES[0] < _kilobytes(unbroken_toy) < SIZES[-1] + 100
     run = small_disk(size) / "run"

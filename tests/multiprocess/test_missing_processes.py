@@ -43,6 +43,7 @@ def _strike(toy_trainer, run, number, *, at, victim, count=2):
     return others
 
 
+@pytest.mark.slow
 def test_a_frozen_process_is_named_and_the_run_continues(toy_trainer, tmp_path):
     run = tmp_path / "run"
     (first,) = _strike(toy_trainer, run, signal.SIGSTOP, at=3, victim=1)

@@ -264,7 +264,7 @@ def _regrouped(programs, delays=None):
             read.wait()
             results[number].release()
 
-    read = threading.Barrier(2)  # so many go on
+    read = threading.Barrier(2, timeout=limits.scaled(60))  # so many go on
     threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in programs]
     for thread in threads:
         thread.start()
