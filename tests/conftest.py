@@ -56,10 +56,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def little_memory():
-    """Drops compiled programs between files once they take more than a gigabyte: a process would
-    grow to 5 of them."""
+def little_memory(request):
+    """Drops what a file has cached when it ends, and compiled programs once they take more than a
+    gigabyte: a process would grow to 5 of them."""
     yield
+    for made in vars(request.module).values():
+        if hasattr(made, "cache_clear"):
+            made.cache_clear()
     if "jax" in sys.modules and _resident_bytes() > 2**30:
         import jax
 
