@@ -86,7 +86,9 @@ class AdaptedLinear(Linear):
             self.lora_b = nnx.Param(jnp.zeros((adapters.rank, outputs)))
             self.dropout = nnx.Dropout(adapters.dropout, rngs=rngs)
 
-    def __call__(self, x, total: Callable[[jax.Array], jax.Array] = lambda y: y):
+    def __call__(
+        self, x: jax.Array, total: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
         scale = self.kernel_scale[...] if self.adapters.base != "float32" else None
         y = matmul(x, whole(self.kernel[...], scale))
         if self.has_adapter and self.adapters.alpha:

@@ -22,13 +22,16 @@ from models.blocks import INIT_STDDEV, Linear, Norm, attention_kernel, layer_nor
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
 from models.sharing import Sharing
+from models.types import Batch
 
 
-class MaxLogits(nnx.Variable):
+class MaxLogits(nnx.Variable[jax.Array]):
     """The largest score of every head since a step began, [N]; 0 without any."""
 
 
-def add_scores(attention: Any, q_BTNH, k_BSKH, documents_BS) -> None:
+def add_scores(
+    attention: Any, q_BTNH: jax.Array, k_BSKH: jax.Array, documents_BS: jax.Array | None
+) -> None:
     """Renews ``max_logits`` of a module, over all data shards, by the scores of whole sequences."""
     config, axes = attention.config, attention.sharing.data_axes
     window = config.window if attention.is_local else None
@@ -64,13 +67,19 @@ class Attention(nnx.Module):
                 for heads in (config.num_heads, config.kv_heads)
             )
 
-    def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
+    def __call__(
+        self, x_BTE: jax.Array, documents_BS: jax.Array | None = None, cache: Cache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Mixes the tokens of whole sequences, or of slices from ``start``: see `attend`."""
         tensor = self.sharing.tensor
         mixed_BTE, cache = self.mix(self.qkv(tensor.gather(x_BTE)), documents_BS, cache, start)
         return self.out(mixed_BTE, tensor.scatter), cache
 
-    def mix(self, qkv_BTE, documents_BS, cache, start):
+    def mix(
+        self, qkv_BTE: jax.Array, documents_BS: jax.Array | None, cache: Cache | None,
+        start: jax.Array | int,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Mixes the values of this device's heads, given its columns of queries, keys and values.
 
         Returns what ``out`` multiplies, and the cache.
@@ -148,7 +157,7 @@ Cache = dict[str, jax.Array]
 
 
 def empty_cache(
-    config: GPTConfig, sharing: Sharing, x_BTE: jax.Array, microbatch: Cache, num_slices: int
+    config: GPTConfig, sharing: Sharing, x_BTE: jax.Array, microbatch: Batch, num_slices: int
 ) -> dict[str, Appended]:
     """Makes the cache of a first slice, as `jaxpipe.Model.carry`."""
     size, context = sharing.tensor.size, sharing.context

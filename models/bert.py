@@ -31,8 +31,7 @@ from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_
 from models.context import Context
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor, axis_split
-
-PyTree = Any
+from models.types import Batch, Key, PyTree
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 
@@ -115,7 +114,7 @@ class Transform(nnx.Module):
         self.linear = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
         self.norm = _norm(config, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return self.norm(_gelu(self.linear(x)))
 
 
@@ -126,7 +125,7 @@ class NextSentence(nnx.Module):
         self.pooler = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
         self.classifier = Linear(config.width, 2, stddev=INIT_STDDEV, rngs=rngs)
 
-    def __call__(self, x_BE):
+    def __call__(self, x_BE: jax.Array) -> jax.Array:
         return self.classifier(jnp.tanh(self.pooler(x_BE))).astype(jnp.float32)
 
 
@@ -142,7 +141,7 @@ def init(config: BERTConfig, rng: jax.Array) -> PyTree:
     """
     table_rng, positions_rng, segments_rng, layers_rng, head_rng = jax.random.split(rng, 5)
 
-    def normal(key, num_rows):
+    def normal(key: jax.Array, num_rows: int) -> jax.Array:
         return INIT_STDDEV * jax.random.normal(key, (num_rows, config.width))
 
     embed = {
@@ -205,14 +204,14 @@ def model(
     apply_layer = function_of(functools.partial(_layer, sharing=sharing), config)
     over = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
-    def embed(outer, microbatch, rng):
+    def embed(outer: PyTree, microbatch: Batch, rng: Key) -> jax.Array:
         return _embed(config, outer, microbatch, rng, sharing, **over)
 
-    def layer(params, x, microbatch, rng):
+    def layer(params: PyTree, x: jax.Array, microbatch: Batch, rng: Key) -> jax.Array:
         mask = microbatch.get("mask")
         return apply_layer(params, x, None if mask is None else mask > 0, rng=rng)
 
-    def head_loss(outer, x, microbatch, rng):
+    def head_loss(outer: PyTree, x: jax.Array, microbatch: Batch, rng: Key) -> Weighted:
         del rng
         return _loss(config, outer, x, microbatch, sharing, **over)
 
@@ -259,7 +258,7 @@ def num_parameters(config: BERTConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_shapes(config)))
 
 
-def _encode(config, params, batch):
+def _encode(config: BERTConfig, params: PyTree, batch: Batch) -> jax.Array:
     layer = model(config).layer
     x = _embed(config, params, batch, None, WHOLE)
     x, _ = jax.lax.scan(
@@ -268,7 +267,9 @@ def _encode(config, params, batch):
     return x
 
 
-def _embed(config, outer, microbatch, rng, sharing, **over):
+def _embed(
+    config: BERTConfig, outer: PyTree, microbatch: Batch, rng: Key, sharing: Sharing, **over: Any
+) -> jax.Array:
     tokens_BS = microbatch["tokens"]
     length = tokens_BS.shape[1]
     if length > config.sequence_length:
@@ -287,11 +288,14 @@ def _embed(config, outer, microbatch, rng, sharing, **over):
     return sharing.dropout(functools.partial(nnx.Dropout(config.dropout), rngs=rng), x_BTE)
 
 
-def _transform(config, outer, x):
+def _transform(config: BERTConfig, outer: PyTree, x: jax.Array) -> jax.Array:
     return function_of(Transform, config)(outer["head"]["transform"], x)
 
 
-def _loss(config, outer, x, microbatch, sharing, **over):
+def _loss(
+    config: BERTConfig, outer: PyTree, x: jax.Array, microbatch: Batch, sharing: Sharing,
+    **over: Any,
+) -> Weighted:  # fmt: skip
     targets = microbatch["targets"]
     num_targets = (targets >= 0).sum(dtype=jnp.float32)
     loss = vocabulary.cross_entropy(
@@ -313,11 +317,11 @@ def _loss(config, outer, x, microbatch, sharing, **over):
     return Weighted((loss + losses.mean()) * weight, weight)
 
 
-def _next_sentence(config, outer, x_BE):
+def _next_sentence(config: BERTConfig, outer: PyTree, x_BE: jax.Array) -> jax.Array:
     return function_of(NextSentence, config)(outer["head"]["next_sentence"], x_BE)
 
 
-def _table_split(config, of_table):
+def _table_split(config: BERTConfig, of_table: int | P) -> dict[str, PyTree]:
     """Makes a tree with ``of_table`` for table and bias, None for all else of the ends."""
     shapes = _shapes(config)
     split = jax.tree.map(lambda _: None, {"embed": shapes["embed"], "head": shapes["head"]})
@@ -326,11 +330,11 @@ def _table_split(config, of_table):
 
 
 @functools.cache
-def _shapes(config):
+def _shapes(config: BERTConfig) -> dict[str, PyTree]:
     return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
 
 
-def _layer(config, rngs, *, sharing=WHOLE):
+def _layer(config: BERTConfig, rngs: nnx.Rngs, *, sharing: Sharing = WHOLE) -> EncoderLayer:
     return EncoderLayer(
         config.width,
         config.num_heads,
@@ -345,7 +349,7 @@ def _layer(config, rngs, *, sharing=WHOLE):
     )
 
 
-def _norm(config, rngs):
+def _norm(config: BERTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return layer_norm(
         config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
     )

@@ -19,7 +19,7 @@ head, H head width, t and s queries and keys of a block, Q and R blocks of queri
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,11 +98,12 @@ def largest_scores(
       [2.0, 2.0]
     """
     q_BTNH, k_BSKH = map(lax.stop_gradient, (q_BTNH, k_BSKH))
-    options = {"scale": scores.scale, "window": scores.window or k_BSKH.shape[1], "soft_cap": 0.0}
-    blocks = _Blocks(q_BTNH, k_BSKH, k_BSKH, jnp.arange(k_BSKH.shape[1]), documents_BS, **options)
+    positions, window = jnp.arange(k_BSKH.shape[1]), scores.window or k_BSKH.shape[1]
+    options: dict[str, Any] = {"scale": scores.scale, "window": window, "soft_cap": 0.0}
+    blocks = _Blocks(q_BTNH, k_BSKH, k_BSKH, positions, documents_BS, **options)
 
-    def of_block(block):
-        def larger(number, largest_KG):
+    def of_block(block: jax.Array) -> jax.Array:
+        def larger(number: jax.Array, largest_KG: jax.Array) -> jax.Array:
             _, scores_BKGts, _ = blocks.scores(block, number)
             return jnp.maximum(largest_KG, scores_BKGts.max(axis=(0, 3, 4)))
 
@@ -113,11 +114,17 @@ def largest_scores(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores):
+def _attend(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, sinks_N: jax.Array | None,
+    positions_T: jax.Array, documents_BS: jax.Array | None, scores: Scores,
+) -> jax.Array:  # fmt: skip
     return _attend_and_keep(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores)[0]
 
 
-def _attend_and_keep(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, scores):
+def _attend_and_keep(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, sinks_N: jax.Array | None,
+    positions_T: jax.Array, documents_BS: jax.Array | None, scores: Scores,
+) -> tuple[jax.Array, tuple[Any, ...]]:  # fmt: skip
     options = scores._asdict() | {"flops": _flops(q_BTNH, k_BSKH, scores, matmuls=2)}
     mixed_BTNH, sums_BNT = _forward(q_BTNH, k_BSKH, v_BSKH, positions_T, documents_BS, **options)
     if sinks_N is not None:  # they only add to the sums
@@ -129,7 +136,9 @@ def _attend_and_keep(q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS,
     return mixed_BTNH, kept
 
 
-def _gradients(scores, kept, dmixed_BTNH):
+def _gradients(
+    scores: Scores, kept: tuple[Any, ...], dmixed_BTNH: jax.Array
+) -> tuple[jax.Array | None, ...]:
     q_BTNH, k_BSKH, v_BSKH, sinks_N, positions_T, documents_BS, mixed_BTNH, sums_BNT = kept
     products_BTN = jnp.sum(dmixed_BTNH.astype(jnp.float32) * mixed_BTNH, axis=-1)
     products_BNT = products_BTN.swapaxes(1, 2)
@@ -146,7 +155,7 @@ def _gradients(scores, kept, dmixed_BTNH):
 _attend.defvjp(_attend_and_keep, _gradients)
 
 
-def _flops(q_BTNH, k_BSKH, scores, matmuls):
+def _flops(q_BTNH: jax.Array, k_BSKH: jax.Array, scores: Scores, matmuls: int) -> float:
     """FLOPs of so many matmuls, where tokens see half of the keys on average, or their window."""
     num_keys = k_BSKH.shape[1]
     per_query = min(scores.window or num_keys, num_keys / 2)
@@ -176,7 +185,10 @@ class _Seen(NamedTuple):
     hi: jax.Array
 
     @classmethod
-    def of(cls, positions_T, documents_BS, keys, window, block):
+    def of(
+        cls, positions_T: jax.Array, documents_BS: jax.Array | None, keys: tuple[int, ...],
+        window: int, block: tuple[int, int],
+    ) -> _Seen:  # fmt: skip
         """Finds the blocks, of so many queries and keys; ``keys`` are rows and their keys."""
         t, s = block
         if documents_BS is None:
@@ -192,7 +204,7 @@ class _Seen(NamedTuple):
         hi_BQ = jnp.broadcast_to(hi_Q, lo_BQ.shape)
         return cls(positions_T, own_BT, documents_BS, lo_BQ, hi_BQ)
 
-    def seeing(self, num_blocks):
+    def seeing(self, num_blocks: int) -> tuple[jax.Array, jax.Array]:
         """For every block of keys, the first block of queries that see it and the end, int32
         [B, R]."""
         blocks_R1 = jnp.arange(num_blocks)[:, None]
@@ -204,23 +216,26 @@ class _Seen(NamedTuple):
         return jnp.where(some_BR, first_BR, 0), jnp.where(some_BR, end_BR, 0)
 
 
-def _in_kernels(q_BTNH, k_BSKH):
+def _in_kernels(q_BTNH: jax.Array, k_BSKH: jax.Array) -> bool:
     return jax.default_backend() == "gpu" and flash_kernels.fits(q_BTNH, k_BSKH)
 
 
 @functools.partial(lax.composite, name="jaxpipe.attention")
-def _forward(q, k, v, positions, documents, /, *, scale, window, soft_cap, flops):
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, documents: jax.Array | None, /,
+    *, scale: float, window: int, soft_cap: float, flops: float,
+) -> list[jax.Array]:  # fmt: skip
     """Mixes values; also returns the logarithms of the sums of weights, float32 [B, N, T]."""
     del flops
-    options = {"scale": scale, "window": window or k.shape[1], "soft_cap": soft_cap}
+    options: dict[str, Any] = {"scale": scale, "window": window or k.shape[1], "soft_cap": soft_cap}
     if _in_kernels(q, k):
         seen = _Seen.of(positions, documents, k.shape[:2], window, flash_kernels.BLOCK)
         return flash_kernels.forward((q, k, v), seen, options)
     blocks = _Blocks(q, k, v, positions, documents, **options)
     shape_BKGt = blocks.q.shape[1:2] + blocks.q.shape[3:5] + blocks.q.shape[2:3]
 
-    def of_block(block):
-        def add(number, sums):
+    def of_block(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def add(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             largest, total, mixed = sums
             seen, scores, _ = blocks.scores(block, number)
             new = jnp.maximum(largest, scores.max(axis=-1))
@@ -241,11 +256,13 @@ def _forward(q, k, v, positions, documents, /, *, scale, window, soft_cap, flops
 
 @functools.partial(lax.composite, name="jaxpipe.attention_gradients")
 def _backward(
-    q, k, v, positions, documents, sums, dmixed, products, /, *, scale, window, soft_cap, flops
-):
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, documents: jax.Array | None,
+    sums: jax.Array, dmixed: jax.Array, products: jax.Array, /, *, scale: float, window: int,
+    soft_cap: float, flops: float,
+) -> list[jax.Array]:  # fmt: skip
     """Computes the gradients of queries, keys and values."""
     del flops
-    options = {"scale": scale, "window": window or k.shape[1], "soft_cap": soft_cap}
+    options: dict[str, Any] = {"scale": scale, "window": window or k.shape[1], "soft_cap": soft_cap}
     if _in_kernels(q, k):
         seen = _Seen.of(positions, documents, k.shape[:2], window, flash_kernels.BLOCK)
         seeing = seen.seeing(k.shape[1] // flash_kernels.BLOCK[1])
@@ -257,10 +274,10 @@ def _backward(
     )
     sums, dmixed, products = (jnp.moveaxis(w, 2, 4) for w in of_queries)  # [Q, B, K, G, t, ...]
 
-    def of_block(dkv, block):
+    def of_block(dkv: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         queries = jnp.moveaxis(blocks.q[block], 1, 3)
 
-        def add(number, gradients):
+        def add(number: jax.Array, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             dq, *dkv = gradients
             _, scores, slope = blocks.scores(block, number)
             weights = jnp.exp(scores - sums[block][..., None])
@@ -291,7 +308,10 @@ def _backward(
 class _Blocks:
     """Queries and keys in blocks, padded."""
 
-    def __init__(self, q, k, v, positions, documents, *, scale, window, soft_cap):
+    def __init__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array,
+        documents: jax.Array | None, *, scale: float, window: int, soft_cap: float,
+    ) -> None:  # fmt: skip
         self.num_queries, self.options = q.shape[1], (scale, window, soft_cap)
         self.t, self.s = min(BLOCK, q.shape[1]), min(BLOCK, k.shape[1])
         self.q = self.of_queries(q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]))
@@ -302,21 +322,23 @@ class _Blocks:
         seen = _Seen.of(positions, documents, self.k.shape[:2], window, (self.t, self.s))
         self.seen, self.lo, self.hi = seen, seen.lo.min(axis=0), seen.hi.max(axis=0)
 
-    def of_queries(self, w_BT):
+    def of_queries(self, w_BT: jax.Array) -> jax.Array:
         """Cuts [B, T, ...] into blocks, [Q, B, t, ...]."""
         padded = _padded(w_BT, self.t)
         return padded.reshape(len(w_BT), -1, self.t, *w_BT.shape[2:]).swapaxes(0, 1)
 
-    def whole(self, blocks):
+    def whole(self, blocks: jax.Array) -> jax.Array:
         """Undoes `of_queries`."""
         joined = blocks.swapaxes(0, 1)
         return joined.reshape(len(joined), -1, *joined.shape[3:])[:, : self.num_queries]
 
-    def keys(self, w_BS, number):
+    def keys(self, w_BS: jax.Array, number: jax.Array) -> jax.Array:
         """Takes a block of keys."""
         return lax.dynamic_slice_in_dim(w_BS, number * self.s, self.s, axis=1)
 
-    def scores(self, block, number):
+    def scores(
+        self, block: jax.Array, number: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The keys of a block that queries of a block see, bool [B, 1, 1, t, s], their scores,
         float32 [B, K, G, t, s], and the slope of the scores' cap."""
         scale, window, soft_cap = self.options
@@ -335,10 +357,10 @@ class _Blocks:
         return seen, jnp.where(seen, scores, UNSEEN), slope
 
 
-def _padded(w_BT, block):
+def _padded(w_BT: jax.Array, block: int) -> jax.Array:
     rest = -w_BT.shape[1] % block
     return jnp.pad(w_BT, ((0, 0), (0, rest), *((0, 0),) * (w_BT.ndim - 2)))
 
 
-def _product(spec, left, right):
+def _product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)

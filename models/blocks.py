@@ -84,7 +84,9 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else nnx.data(None)
 
-    def __call__(self, x, total: Callable[[jax.Array], jax.Array] = lambda y: y):
+    def __call__(
+        self, x: jax.Array, total: Callable[[jax.Array], jax.Array] = lambda y: y
+    ) -> jax.Array:
         """Maps x; ``total`` sums up over devices that have some of the kernel's rows each."""
         y = total(matmul(x, self.kernel[...]))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -115,7 +117,10 @@ class Attention(nnx.Module):
             Linear(width, width, stddev=stddev, rngs=rngs) for _ in range(4)
         )
 
-    def __call__(self, x_BSE, memory_BME, *, mask=None, is_causal=False):
+    def __call__(
+        self, x_BSE: jax.Array, memory_BME: jax.Array, *, mask: jax.Array | None = None,
+        is_causal: bool = False,
+    ) -> jax.Array:  # fmt: skip
         """Mixes the values of ``memory`` for every position of x; both are whole sequences.
 
         ``mask`` is bool, true where a position may be seen: [B, M], or None. Each device returns
@@ -123,11 +128,14 @@ class Attention(nnx.Module):
         """
         return self.attend(x_BSE, *self.keys_values(memory_BME), mask=mask, is_causal=is_causal)
 
-    def keys_values(self, memory_BME):
+    def keys_values(self, memory_BME: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes keys and values, [B, M, N, H]; a decoder keeps them from token to token."""
         return self._heads(self.key(memory_BME)), self._heads(self.value(memory_BME))
 
-    def attend(self, x_BSE, key_BMNH, value_BMNH, *, mask=None, is_causal=False):
+    def attend(
+        self, x_BSE: jax.Array, key_BMNH: jax.Array, value_BMNH: jax.Array, *,
+        mask: jax.Array | None = None, is_causal: bool = False,
+    ) -> jax.Array:  # fmt: skip
         """Lets x attend to given keys and values."""
         query_BSNH = self._heads(self.query(x_BSE))
         mixed_BSNH = jax.nn.dot_product_attention(
@@ -140,7 +148,7 @@ class Attention(nnx.Module):
         )
         return self.out(mixed_BSNH.reshape(*x_BSE.shape[:2], -1), self.tensor.scatter)
 
-    def _heads(self, x_BSE):
+    def _heads(self, x_BSE: jax.Array) -> jax.Array:
         num_heads = self.tensor.part(self.num_heads, "num_heads")
         return x_BSE.reshape(*x_BSE.shape[:2], num_heads, -1)
 
@@ -188,7 +196,7 @@ class EncoderLayer(nnx.Module):
         self.mlp_dropout = nnx.Dropout(dropout, rngs=rngs)
         self.mlp_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTE, mask_BS=None):
+    def __call__(self, x_BTE: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         dropout = self.sharing.dropout
         x_BSE = self.sharing.tensor.gather(x_BTE)
         attended_BTE = self.attention(x_BSE, x_BSE, mask=mask_BS)
@@ -213,7 +221,7 @@ class MLP(nnx.Module):
         self.up = Linear(width, hidden, stddev=stddev, rngs=rngs)
         self.down = Linear(hidden, width, stddev=stddev, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         hidden = self.activation(self.up(self.tensor.gather(x)))
         return self.down(hidden, self.tensor.scatter)
 
@@ -262,7 +270,7 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(shape) if from_zero else jnp.ones(shape))
         self.bias = nnx.Param(jnp.zeros(shape)) if bias else nnx.data(None)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.layer:
             y = y - self._mean(y)
@@ -277,7 +285,7 @@ class Norm(nnx.Module):
             y = y + self.bias[...]
         return y.astype(self.dtype)
 
-    def _mean(self, y):
+    def _mean(self, y: jax.Array) -> jax.Array:
         dims = tuple(range(-self.num_dims, 0))
         mean = y.mean(axis=dims, keepdims=True)
         return mean if self.num_dims == 1 else self.tensor.mean(mean)
@@ -326,7 +334,7 @@ def einsum(spec: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_kernel_gradient(spec, y, x, kernel):
+def _with_kernel_gradient(spec: str, y: jax.Array, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Returns ``y``, a product of x and kernel; its backward adds only the kernel's gradient.
 
     That gradient is ``jnp.einsum(spec, x, dy)``.
@@ -335,7 +343,7 @@ def _with_kernel_gradient(spec, y, x, kernel):
     return y
 
 
-def _kernel_gradient(spec, x, dy):
+def _kernel_gradient(spec: str, x: jax.Array, dy: jax.Array) -> tuple[jax.Array, None, jax.Array]:
     dkernel = jnp.einsum(spec, x, dy, preferred_element_type=jnp.float32)
     return dy, None, dkernel
 

@@ -44,7 +44,7 @@ class Routing(NamedTuple):
     loss: jax.Array | None
 
 
-class Balance(nnx.Variable):
+class Balance(nnx.Variable[jax.Array]):
     """An array of a router that no gradient changes."""
 
 
@@ -74,7 +74,7 @@ class Router(nnx.Module):
                 counts=Balance(jnp.zeros(config.num_experts)),
             )
 
-    def __call__(self, x_TE) -> Routing:
+    def __call__(self, x_TE: jax.Array) -> Routing:
         config = self.config
         logits_TX = x_TE.astype(jnp.float32) @ self.kernel[...]
         if self.bias is not None:
@@ -96,7 +96,7 @@ class Router(nnx.Module):
         loss = config.balance_loss * balance + config.z_loss * z_loss
         return Routing(chosen_TK, scores_TK, loss)
 
-    def _chosen(self, scores_TX):
+    def _chosen(self, scores_TX: jax.Array) -> jax.Array:
         config = self.config
         if config.bias_speed is not None:
             scores_TX = scores_TX + self.selection.bias[...]
@@ -220,7 +220,7 @@ def shared_room(
 
 
 @jax.custom_vjp
-def sent(rows, places: Room):
+def sent(rows: jax.Array, places: Room) -> jax.Array:
     """Gives each place the row of its token; empty ones get zeros.
 
     The transpose of `returned`: both directions gather, and nothing is scattered.
@@ -229,7 +229,7 @@ def sent(rows, places: Room):
 
 
 @jax.custom_vjp
-def returned(rows, places: Room):
+def returned(rows: jax.Array, places: Room) -> jax.Array:
     """Sums for each token the rows in the places of its choices."""
     rows = rows.reshape(-1, *rows.shape[places.pairs.ndim :])
     return _take(rows, places.places).sum(axis=1)
@@ -246,7 +246,7 @@ def sent_scores(scores_TK: jax.Array, places: Room) -> jax.Array:
     return sent(scores_TK.reshape(-1), Room(places.pairs, places.places.reshape(-1, 1)))
 
 
-def _take(rows, numbers):
+def _take(rows: jax.Array, numbers: jax.Array) -> jax.Array:
     """Takes rows by their numbers; the number behind the last one gives zeros."""
     return jnp.take(rows, numbers, axis=0, mode="fill", fill_value=0)
 
@@ -283,7 +283,7 @@ class Experts(nnx.Module):
         )
         self.down = _ExpertLinear(config, (hidden, width), config.residual_stddev, rngs=rngs)
 
-    def __call__(self, x_TE, routing: Routing) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, x_TE: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array | None]:
         """Sums the experts' outputs by their scores; also returns the share of choices that find no
         room, or None without a capacity."""
         if self.config.capacity_factor is None:
@@ -293,7 +293,9 @@ class Experts(nnx.Module):
         dropped = jnp.mean(places.places == places.pairs.size, dtype=jnp.float32)
         return self._of_chosen_tokens(x_TE, routing, places), dropped
 
-    def _of_sorted_choices(self, x_TE, routing):
+    def _of_sorted_choices(
+        self, x_TE: jax.Array, routing: Routing
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Computes the choices of this device's experts among the tokens of all devices, and sums
         up each token's outputs where it came from."""
         x_DE, chosen_DK, scores_DK = x_TE, routing.chosen, routing.scores
@@ -318,7 +320,7 @@ class Experts(nnx.Module):
         scores_P1 = sent_scores(scores_DK, places)[:, None].astype(x_TE.dtype)
         numbers_P = jnp.arange(len(x_PE))
 
-        def linear(x_P, layer, scores_P1):
+        def linear(x_P: jax.Array, layer: _ExpertLinear, scores_P1: jax.Array) -> jax.Array:
             y_P = grouped_matmul(x_P, layer.kernel[...], sizes_Y, expected)
             if layer.bias is None:
                 return y_P
@@ -333,14 +335,14 @@ class Experts(nnx.Module):
             y_DE = lax.psum_scatter(y_DE, self.axis, tiled=True)
         return y_DE, dropped
 
-    def _of_chosen_tokens(self, x_TE, routing, places: Room):
+    def _of_chosen_tokens(self, x_TE: jax.Array, routing: Routing, places: Room) -> jax.Array:
         """Computes the tokens that chose this device's experts, and sends the outputs back."""
         x_XCE, weights_XC = sent(x_TE, places), sent_scores(routing.scores, places)
         x_YDE, weights_YD = (self._exchange(parts, 0, 1) for parts in (x_XCE, weights_XC))
 
         weights_YD1 = weights_YD[..., None].astype(x_TE.dtype)
 
-        def linear(x_YD, layer, weights_YD1):
+        def linear(x_YD: jax.Array, layer: _ExpertLinear, weights_YD1: jax.Array) -> jax.Array:
             y_YD = einsum("ydi,yio->ydo", x_YD, layer.kernel[...])
             if layer.bias is None:
                 return y_YD
@@ -351,14 +353,14 @@ class Experts(nnx.Module):
         y_YDE = linear(hidden_YDF, self.down, weights_YD1)
         return returned(self._exchange(y_YDE, 1, 0), places)
 
-    def _hidden(self, of_tokens: Callable[[_ExpertLinear], jax.Array]):
+    def _hidden(self, of_tokens: Callable[[_ExpertLinear], jax.Array]) -> jax.Array:
         """Computes the hidden values; ``of_tokens`` applies a linear map to the tokens."""
         up = of_tokens(self.up)
         if self.gate is None:
             return UNGATED[self.config.activation](up)
         return GATED[self.config.activation](of_tokens(self.gate), up)
 
-    def _exchange(self, parts, split: int, joined: int):
+    def _exchange(self, parts: jax.Array, split: int, joined: int) -> jax.Array:
         """Sends each device its part and joins those received: split and joined dimensions."""
         if self.axis is None:
             return parts
@@ -387,7 +389,7 @@ class Mixture(nnx.Module):
             else nnx.data(None)
         )
 
-    def __call__(self, x_BSE) -> tuple[jax.Array, Any]:
+    def __call__(self, x_BSE: jax.Array) -> tuple[jax.Array, Any]:
         """Returns the output, and the layer's loss or None; dropped choices are its metric."""
         x_TE = x_BSE.reshape(-1, x_BSE.shape[-1])
         routing = self.router(x_TE)

@@ -10,12 +10,15 @@ and keys.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+Arrays = Sequence[jax.Array]
 
 BLOCK = 128, 64
 """Queries and keys of a block."""
@@ -29,7 +32,9 @@ def fits(q_BTNH: jax.Array, k_BSKH: jax.Array) -> bool:
     return q_BTNH.dtype == jnp.bfloat16 and divides and q_BTNH.shape[-1] <= 256
 
 
-def _scores(q, k, seen, scale, soft_cap):
+def _scores(
+    q: jax.Array, k: jax.Array, seen: jax.Array, scale: float, soft_cap: float
+) -> tuple[jax.Array, jax.Array | None]:
     """Scores of a block's queries and keys, float32 [q, k], and the slope of their cap."""
     scores, slope = scale * plgpu.dot(q, k.T), None
     if soft_cap:
@@ -38,19 +43,22 @@ def _scores(q, k, seen, scale, soft_cap):
     return jnp.where(seen, scores, UNSEEN), slope
 
 
-def _seen(positions, own, documents, start, window):
+def _seen(
+    positions: jax.Array, own: jax.Array, documents: jax.Array, start: jax.Array, window: int
+) -> jax.Array:
     """Marks the keys from ``start`` that queries see, bool [q, k]."""
     distance = positions[:, None] - (start + jnp.arange(documents.shape[0]))[None]
     return (distance >= 0) & (distance < window) & (own[:, None] == documents[None])
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, positions_ref, own_ref, documents_ref, lo_ref, hi_ref, mixed_ref, sums_ref,
-    *, scale, window, soft_cap,
-):  # fmt: skip
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, positions_ref: Ref, own_ref: Ref, documents_ref: Ref,
+    lo_ref: Ref, hi_ref: Ref, mixed_ref: Ref, sums_ref: Ref,
+    *, scale: float, window: int, soft_cap: float,
+) -> None:  # fmt: skip
     q, positions, own = q_ref[...], positions_ref[...], own_ref[...]
 
-    def add(number, sums):
+    def add(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = sums
         start = number * BLOCK[1]
         keys = pl.ds(start, BLOCK[1])
@@ -69,13 +77,14 @@ def _forward_kernel(
 
 
 def _query_kernel(
-    q_ref, k_ref, v_ref, positions_ref, own_ref, documents_ref, lo_ref, hi_ref, sums_ref,
-    dmixed_ref, products_ref, dq_ref, *, scale, window, soft_cap,
-):  # fmt: skip
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, positions_ref: Ref, own_ref: Ref, documents_ref: Ref,
+    lo_ref: Ref, hi_ref: Ref, sums_ref: Ref, dmixed_ref: Ref, products_ref: Ref, dq_ref: Ref,
+    *, scale: float, window: int, soft_cap: float,
+) -> None:  # fmt: skip
     q, positions, own, dmixed = q_ref[...], positions_ref[...], own_ref[...], dmixed_ref[...]
     sums, products = sums_ref[...], products_ref[...]
 
-    def add(number, dq):
+    def add(number: jax.Array, dq: jax.Array) -> jax.Array:
         start = number * BLOCK[1]
         keys = pl.ds(start, BLOCK[1])
         k, seen = k_ref[keys, :], _seen(positions, own, documents_ref[keys], start, window)
@@ -90,14 +99,15 @@ def _query_kernel(
 
 
 def _key_kernel(
-    q_ref, k_ref, v_ref, positions_ref, own_ref, documents_ref, lo_ref, hi_ref, sums_ref,
-    dmixed_ref, products_ref, dk_ref, dv_ref, *, scale, window, soft_cap,
-):  # fmt: skip
+    q_ref: Ref, k_ref: Ref, v_ref: Ref, positions_ref: Ref, own_ref: Ref, documents_ref: Ref,
+    lo_ref: Ref, hi_ref: Ref, sums_ref: Ref, dmixed_ref: Ref, products_ref: Ref, dk_ref: Ref,
+    dv_ref: Ref, *, scale: float, window: int, soft_cap: float,
+) -> None:  # fmt: skip
     k, v, documents = k_ref[...], v_ref[...], documents_ref[...]
     start, groups = pl.program_id(0) * BLOCK[1], q_ref.shape[1]
     lo, count = lo_ref[0], jnp.maximum(hi_ref[0] - lo_ref[0], 1)
 
-    def add(turn, sums):
+    def add(turn: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         dk, dv = sums
         group = lax.div(turn, count)
         queries = pl.ds((lo + lax.rem(turn, count)) * BLOCK[0], BLOCK[0])
@@ -118,13 +128,15 @@ def _key_kernel(
 class _Call:
     """Calls of the kernels for arrays of these shapes."""
 
-    def __init__(self, q_BTNH, k_BSKH, options):
+    def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, options: Mapping[str, float]) -> None:
         self.rows, self.queries, self.heads, self.width = q_BTNH.shape
         self.keys, self.key_heads = k_BSKH.shape[1:3]
         self.groups = self.heads // self.key_heads
         self.options = options
 
-    def per_queries(self, kernel, arrays, outputs):
+    def per_queries(
+        self, kernel: Callable[..., None], arrays: Arrays, outputs: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[jax.Array]:
         """Runs a kernel for every block of queries; ``arrays`` are those of `_forward_kernel`, then
         some like queries."""
         q, k = BLOCK[0], self.keys
@@ -147,7 +159,7 @@ class _Call:
         grid = self.queries // q, self.rows, self.heads
         return self._run(kernel, grid, specs, arrays, outputs, [like[w.ndim] for w in outputs])
 
-    def per_keys(self, arrays, outputs):
+    def per_keys(self, arrays: Arrays, outputs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Runs `_key_kernel` for every block of keys."""
         k, t = BLOCK[1], self.queries
         own = pl.BlockSpec((None, k, None, self.width), lambda s, b, n: (b, s, n, 0))
@@ -170,10 +182,14 @@ class _Call:
         grid = self.keys // k, self.rows, self.key_heads
         return self._run(_key_kernel, grid, specs, arrays, outputs, [own, own])
 
-    def _of(self, head):
+    def _of(self, head: jax.Array) -> jax.Array:
         return lax.div(head, jnp.int32(self.groups))
 
-    def _run(self, kernel, grid, specs, arrays, outputs, output_specs):
+    def _run(
+        self, kernel: Callable[..., None], grid: tuple[int, ...], specs: Sequence[pl.BlockSpec],
+        arrays: Arrays, outputs: Sequence[jax.ShapeDtypeStruct],
+        output_specs: Sequence[pl.BlockSpec],
+    ) -> list[jax.Array]:  # fmt: skip
         return pl.pallas_call(
             functools.partial(kernel, **self.options),
             grid=grid,
@@ -187,7 +203,7 @@ class _Call:
         )(*arrays)
 
 
-def forward(qkv, visibility, options):
+def forward(qkv: Arrays, visibility: Arrays, options: Mapping[str, float]) -> list[jax.Array]:
     """Mixes values, and computes the logarithms of the sums of weights, float32 [B, N, T].
 
     Args:
@@ -204,7 +220,9 @@ def forward(qkv, visibility, options):
     return [mixed[..., :width], sums]
 
 
-def backward(qkv, visibility, seeing, kept, options):
+def backward(
+    qkv: Arrays, visibility: Arrays, seeing: Arrays, kept: Arrays, options: Mapping[str, float]
+) -> list[jax.Array]:
     """Computes the gradients of queries, keys and values.
 
     Args:
@@ -225,15 +243,15 @@ def backward(qkv, visibility, seeing, kept, options):
     return [w[..., :width] for w in (dq, dk, dv)]
 
 
-def _padded(w):
+def _padded(w: jax.Array) -> jax.Array:
     """Pads heads to a width that Triton has: a power of two, from 16."""
     more = max(16, pl.next_power_of_2(w.shape[-1])) - w.shape[-1]
     return jnp.pad(w, ((0, 0),) * 3 + ((0, more),))
 
 
-def _like(w):
+def _like(w: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(w.shape, w.dtype)
 
 
-def _float(*shape):
+def _float(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)

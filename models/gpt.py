@@ -15,17 +15,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpipe import Model, Weighted, WithLoss, vocabulary
+from jaxpipe import Appended, Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
 from models.adapters import attach, linear_maps
-from models.attention import Attention, empty_cache
+from models.attention import Attention, Cache, empty_cache
 from models.block_attention import document_starts
 from models.blocks import (
     GATED,
@@ -44,8 +45,7 @@ from models.latent_attention import LatentAttention
 from models.pieces import Pieces, in_turn, num_pieces, staggered
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor
-
-PyTree = Any
+from models.types import Batch, Key, PyTree
 
 
 class MLP(nnx.Module):
@@ -66,7 +66,7 @@ class MLP(nnx.Module):
                 nnx.Param(jnp.log(jnp.expm1(jnp.full(1, start)))) for start in (0.8, 0.3)
             )
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = self.tensor.gather(x)
         hidden = self.hidden(*(linear(x) for linear in self.ups))
         return self.down(hidden, self.tensor.scatter)
@@ -76,7 +76,7 @@ class MLP(nnx.Module):
         """The linear maps of the input, the gate first."""
         return [self.up] if self.gate is None else [self.gate, self.up]
 
-    def hidden(self, *branches):
+    def hidden(self, *branches: jax.Array) -> jax.Array:
         """The values that ``down`` multiplies, by the results of `ups`."""
         activation = self.config.activation
         if self.gate is not None:
@@ -106,12 +106,15 @@ class Block(nnx.Module):
         self.mlp = make(config, rngs, sharing)
         self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x, documents=None, cache=None, start=0):
+    def __call__(
+        self, x: PyTree, documents: jax.Array | None = None, cache: Cache | None = None,
+        start: jax.Array | int = 0,
+    ) -> PyTree:  # fmt: skip
         x, loss, cache = self.run(x, documents, cache, start)
         x = x if loss is None else WithLoss(x, loss)
         return x if cache is None else (x, cache)
 
-    def run(self, x, *others):
+    def run(self, x: PyTree, *others: Any) -> tuple[PyTree, PyTree, Cache | None]:
         """Returns the new activation, the layer's loss or None, and the cache.
 
         With ``config.mtp_loss`` an activation is a pair, whose second part goes past the layer.
@@ -122,7 +125,9 @@ class Block(nnx.Module):
         x, loss, cache = self.mix(x, *others)
         return (x, ahead), loss, cache
 
-    def mix(self, x, documents, cache, start):
+    def mix(
+        self, x: jax.Array, documents: jax.Array | None, cache: Cache | None, start: jax.Array | int
+    ) -> tuple[jax.Array, PyTree, Cache | None]:
         """Mixes tokens, and numbers of a token, of one residual stream."""
         config, tensor = self.config, self.sharing.tensor
         if self.has_pieces and (count := num_pieces(x, tensor)) > 1:
@@ -136,49 +141,58 @@ class Block(nnx.Module):
             seen = x
         if config.residual != "parallel":
             normed = self.mlp_norm(seen) if config.pre_norm else seen
-        y, loss = self.mlp(normed), None
         if isinstance(self.mlp, experts.Mixture):
-            y, loss = y
+            y, loss = self.mlp(normed)
+        else:
+            y, loss = self.mlp(normed), None
         if config.post_norm:
             y = self.mlp_post_norm(y)
         return x + self._branch(self.mlp_dropout, y), loss, cache
 
-    def _branch(self, dropout, y):
+    def _branch(self, dropout: nnx.Dropout, y: jax.Array) -> jax.Array:
         return _scaled(self.sharing.dropout(dropout, y), self.config.residual_scale)
 
-    def _mix_pieces(self, pieces, x, documents, cache, start):
+    def _mix_pieces(
+        self, pieces: Pieces, x: jax.Array, documents: jax.Array | None, cache: Cache | None,
+        start: jax.Array | int,
+    ) -> tuple[jax.Array, PyTree, Cache | None]:  # fmt: skip
         """`mix` with its collectives beside matmuls, of other pieces of the sequence."""
         tensor, attention, mlp = pieces.tensor, self.attention, self.mlp
         assert isinstance(attention, Attention)
+        assert isinstance(mlp, MLP)
         qkv, ups = (pieces.columns(linears, x) for linears in ([attention.qkv], mlp.ups))
         out, down = (pieces.rows(linear, x) for linear in (attention.out, mlp.down))
         post_norms = [lambda y: y] * 2
         if self.config.post_norm:
             post_norms = [self.attention_post_norm, self.mlp_post_norm]
 
-        def gather(n, own):
+        def gather(n: int, own: jax.Array) -> jax.Array:
             return qkv.take(n, tensor.gather(own), own)
 
-        def multiply(n, whole):
+        def multiply(n: int, whole: jax.Array) -> jax.Array:
             (columns,) = qkv.finish(n, *qkv.products(whole))
             return columns
 
-        def multiply_mixed(n, mixed):
+        def multiply_mixed(n: int, mixed: jax.Array) -> list[jax.Array]:
             return out.products(out.take(n, mixed, mixed))
 
-        def exchange(n, value):
+        def exchange(
+            n: int, value: tuple[jax.Array, list[jax.Array]]
+        ) -> tuple[jax.Array, jax.Array]:
             x, (y,) = value
             (y,) = out.finish(n, tensor.scatter(y))
             x = x + post_norms[0](y)
             own = self.mlp_norm(x)
             return x, ups.take(n, tensor.gather(own), own)
 
-        def run_mlp(n, value):
+        def run_mlp(
+            n: int, value: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, list[jax.Array]]:
             x, whole = value
             hidden = mlp.hidden(*ups.finish(n, *ups.products(whole)))
             return x, down.products(down.take(n, hidden, hidden))
 
-        def end(n, value):
+        def end(n: int, value: tuple[jax.Array, list[jax.Array]]) -> jax.Array:
             x, (y,) = value
             (y,) = down.finish(n, tensor.scatter(y))
             return x + post_norms[1](y)
@@ -213,7 +227,7 @@ class FurtherBlock(Block):
             2 * config.width, config.width, bias=False, stddev=INIT_STDDEV, rngs=rngs
         )
 
-    def run(self, x, *others):
+    def run(self, x: PyTree, *others: Any) -> tuple[PyTree, PyTree, Cache | None]:
         x, ahead = x
         x = self.final_norm(x)
         both = jnp.concatenate((self.embedding_norm(ahead), self.hidden_norm(x)), axis=-1)
@@ -320,17 +334,17 @@ def model(
     sharing = Sharing(Tensor(tensor_axis), Context(context_axis), expert_axis, data_axes)
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
-    def embed(outer, microbatch, rng):
+    def embed(outer: PyTree, microbatch: Batch, rng: Key) -> PyTree:
         x = _embed(config, outer, microbatch, rng, sharing, over)
         if config.mtp_loss is None:
             return x
         next_ids = sharing.context.own(jnp.roll(_inputs(microbatch), -1, axis=1), 1)
         return x, vocabulary.lookup(outer["embed"]["table"], next_ids, dtype=x.dtype, **over)
 
-    def head_loss(outer, x, microbatch, rng):
+    def head_loss(outer: PyTree, x: PyTree, microbatch: Batch, rng: Key) -> PyTree:
         del rng
 
-        def mean_loss(x, targets, weights):
+        def mean_loss(x: jax.Array, targets: jax.Array, weights: jax.Array | None) -> jax.Array:
             return vocabulary.cross_entropy(
                 _scaled(x, config.logit_scale),
                 _head_table(config, outer),
@@ -356,11 +370,11 @@ def model(
         loss = mean if weights is None else Weighted(mean * num_predicted, num_predicted)
         return loss if mtp is None else (loss, mtp)
 
-    def output(outer, x, microbatch, rng):
+    def output(outer: PyTree, x: PyTree, microbatch: Batch, rng: Key) -> jax.Array:
         del outer, microbatch, rng
         return sharing.whole(x if config.mtp_loss is None else x[0])
 
-    def carry(x, microbatch, num_slices):
+    def carry(x: jax.Array, microbatch: Batch, num_slices: int) -> dict[str, Appended]:
         needed = ["targets", *(["positions"] if config.positions == "learned" else [])]
         if missing := [name for name in needed if name not in microbatch]:
             raise ValueError(
@@ -507,14 +521,17 @@ def with_adapters(config: GPTConfig, number: int, layer: PyTree, rng: jax.Array)
 
 
 @functools.cache
-def _with_adapters(config, kind):
-    def make(layer, rng):
+def _with_adapters(config: GPTConfig, kind: LayerKind) -> Callable[[PyTree, jax.Array], PyTree]:
+    assert config.adapters is not None
+    adapters = config.adapters
+
+    def make(layer: PyTree, rng: jax.Array) -> PyTree:
         plain = dataclasses.replace(config, adapters=None)
         block = _block(plain, kind, rngs=nnx.Rngs(rng))
         state = nnx.state(block, nnx.Param)
         nnx.replace_by_pure_dict(state, layer)
         nnx.update(block, state)
-        attach(block, config.adapters, rngs=nnx.Rngs(rng))
+        attach(block, adapters, rngs=nnx.Rngs(rng))
         return stateful(block)[1]
 
     return jax.jit(make)
@@ -579,18 +596,18 @@ def flops_per_token(config: GPTConfig) -> int:
     return per_weight * num_multiplied + 6 * num_adapting + 6 * widths * seen
 
 
-def _mlp(config, rngs, sharing):
+def _mlp(config: GPTConfig, rngs: nnx.Rngs, sharing: Sharing) -> MLP:
     return MLP(config, config.hidden_width, tensor=sharing.tensor, rngs=rngs)
 
 
-def _mixture(config, rngs, sharing=WHOLE):
+def _mixture(config: GPTConfig, rngs: nnx.Rngs, sharing: Sharing = WHOLE) -> experts.Mixture:
     shared = None
     if config.shared_width is not None:
         shared = MLP(config, config.shared_width, tensor=sharing.tensor, rngs=rngs)
     return experts.Mixture(config, shared, sharing, rngs=rngs)
 
 
-def _init_outer(config, rng):
+def _init_outer(config: GPTConfig, rng: jax.Array) -> dict[str, PyTree]:
     table_rng, positions_rng, _, head_rng = jax.random.split(rng, 4)
     table_shape = (config.vocab_size, config.width)
     embed = {"table": INIT_STDDEV * jax.random.normal(table_rng, table_shape)}
@@ -607,8 +624,8 @@ def _init_outer(config, rng):
     return {"embed": embed, "head": head}
 
 
-def _init_layers(config, rng):
-    def initial(key, kind):
+def _init_layers(config: GPTConfig, rng: jax.Array) -> PyTree:
+    def initial(key: jax.Array, kind: LayerKind) -> PyTree:
         return stateful(_block(config, kind, rngs=nnx.Rngs(key)))[1]
 
     kinds = config.layer_kinds
@@ -618,51 +635,60 @@ def _init_layers(config, rng):
     return tuple(map(initial, jax.random.split(rng, len(kinds)), kinds))
 
 
-def _layer(config, kind, sharing=WHOLE):
+def _layer(config: GPTConfig, kind: LayerKind, sharing: Sharing = WHOLE) -> Callable[..., PyTree]:
     """Makes the function of a layer, as a pipeline calls it."""
     apply, _, _ = _functions(config, kind, sharing)
 
-    def stateful_layer(params, x, microbatch, rng, state):
+    def stateful_layer(
+        params: PyTree, x: PyTree, microbatch: Batch | None, rng: Key, state: PyTree
+    ) -> tuple[PyTree, PyTree]:
         documents = None if microbatch is None else microbatch.get("documents")
         return apply(params, state, x, documents, rng=rng)
 
-    def layer(params, x, microbatch, rng, cache=None, start=0):
+    def layer(
+        params: PyTree, x: PyTree, microbatch: Batch | None, rng: Key, cache: Cache | None = None,
+        start: jax.Array | int = 0,
+    ) -> PyTree:  # fmt: skip
         documents = None if microbatch is None else microbatch.get("documents")
         return apply(params, {}, x, documents, cache, start, rng=rng)[0]
 
     return stateful_layer if config.has_states else layer
 
 
-def _targets(microbatch):
+def _targets(microbatch: Batch) -> jax.Array:
     whole = microbatch["tokens"]
     return microbatch["targets"] if "targets" in microbatch else whole[:, 1:]
 
 
-def _further_targets(microbatch):
+def _further_targets(microbatch: Batch) -> tuple[jax.Array, jax.Array]:
     """The tokens after the next, and which are predicted: those behind a token that is, too."""
     targets = _targets(microbatch)
     after = jnp.roll(targets, -1, axis=1).at[:, -1].set(-1)
     return after, (targets >= 0) & (after >= 0)
 
 
-def _inputs(microbatch):
+def _inputs(microbatch: Batch) -> jax.Array:
     whole = microbatch["tokens"]
     return whole if "targets" in microbatch else whole[:, :-1]
 
 
-def _functions(config, kind, sharing=WHOLE):
+def _functions(
+    config: GPTConfig, kind: LayerKind, sharing: Sharing = WHOLE
+) -> tuple[Callable[..., PyTree], PyTree, PyTree]:
     """Converts a layer; its arrays are shapes."""
     return stateful(nnx.eval_shape(lambda: _block(config, kind, sharing=sharing, rngs=nnx.Rngs(0))))
 
 
-def _block(config, kind, *, rngs, **options):
+def _block(config: GPTConfig, kind: LayerKind, *, rngs: nnx.Rngs, **options: Any) -> Block:
     block = (FurtherBlock if kind.is_further else Block)(config, kind, rngs=rngs, **options)
     if config.adapters is not None:
         attach(block, config.adapters, rngs=rngs)
     return block
 
 
-def _with_state(config, layers, x, state):
+def _with_state(
+    config: GPTConfig, layers: PyTree, x: jax.Array, state: tuple[PyTree, ...] | None
+) -> jax.Array:
     """Runs all layers that keep a state, or would."""
     if state is None:
         raise ValueError(
@@ -677,17 +703,20 @@ def _with_state(config, layers, x, state):
     return x
 
 
-def _for_inference(config):
+def _for_inference(config: GPTConfig) -> GPTConfig:
     # With a capacity, a token's experts may depend on the tokens behind it.
     return dataclasses.replace(
         config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
     )
 
 
-def _run_layers(config, layers, x, caches=None, start=0):
+def _run_layers(
+    config: GPTConfig, layers: PyTree, x: jax.Array, caches: PyTree = None,
+    start: jax.Array | int = 0,
+) -> tuple[jax.Array, PyTree]:  # fmt: skip
     """Runs all layers over whole sequences or, with caches, over their tokens from ``start``."""
 
-    def run(function, x, layer):
+    def run(function: Callable[..., PyTree], x: jax.Array, layer: tuple[PyTree, PyTree]) -> PyTree:
         params, cache = layer
         y = function(params, x, None, None, cache, start)
         return (y, None) if cache is None else y
@@ -696,12 +725,12 @@ def _run_layers(config, layers, x, caches=None, start=0):
     if config.layers_are_alike:
         return jax.lax.scan(functools.partial(run, function), x, (layers, caches))
     for own, *layer in zip(function, layers, caches or [None] * len(layers), strict=True):
-        x, cache = run(own, x, layer)
+        x, cache = run(own, x, tuple(layer))
         after.append(cache)
     return x, after
 
 
-def _scores(config, params, x):
+def _scores(config: GPTConfig, params: PyTree, x: jax.Array) -> jax.Array:
     x = _scaled(_final_norm(config, params, x), config.logit_scale)
     table = _head_table(config, params).astype(x.dtype)
     scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
@@ -710,7 +739,10 @@ def _scores(config, params, x):
     return soft_capped(scores, config.logit_soft_cap)
 
 
-def _embed(config, outer, microbatch, rng, sharing, over):
+def _embed(
+    config: GPTConfig, outer: PyTree, microbatch: Batch, rng: Key, sharing: Sharing,
+    over: dict[str, Any],
+) -> jax.Array:  # fmt: skip
     tokens_BS, documents_BS = _inputs(microbatch), microbatch.get("documents")
     length = tokens_BS.shape[1]
     _check_length(config, length)
@@ -737,7 +769,7 @@ def _embed(config, outer, microbatch, rng, sharing, over):
     return sharing.dropout(drop, x_BTE)
 
 
-def _check_length(config, length):
+def _check_length(config: GPTConfig, length: int) -> None:
     if length > config.sequence_length:
         raise ValueError(
             f"tokens hold {length} inputs per row, but sequence_length="
@@ -745,30 +777,30 @@ def _check_length(config, length):
         )
 
 
-def _final_norm(config, outer, x):
+def _final_norm(config: GPTConfig, outer: PyTree, x: jax.Array) -> jax.Array:
     return function_of(_norm, config)(outer["head"]["norm"], x)
 
 
-def _head_table(config, outer):
+def _head_table(config: GPTConfig, outer: PyTree) -> jax.Array:
     return outer["embed" if config.tied else "head"]["table"]
 
 
-def _scaled(x, factor):
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else factor * x
 
 
 @functools.cache
-def _outer_shapes(config):
+def _outer_shapes(config: GPTConfig) -> dict[str, PyTree]:
     return jax.eval_shape(lambda: _init_outer(config, jax.random.key(0)))
 
 
 @functools.cache
-def _layer_shapes(config, kind):
+def _layer_shapes(config: GPTConfig, kind: LayerKind) -> PyTree:
     return _functions(config, kind)[1]
 
 
-def _norm(config, rngs):
-    options = {"epsilon": config.norm_epsilon, "dtype": config.compute_dtype}
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm | Norm:
+    options: dict[str, Any] = {"epsilon": config.norm_epsilon, "dtype": config.compute_dtype}
     is_layer, bias = config.norm == "layer", config.has_bias("norm")
     if config.norms_from_zero:
         bias = is_layer and bias

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from models import tensor
 from models.gpt_config import GPTConfig
 from models.sharing import Sharing
-
-PyTree = Any
+from models.types import PyTree
 
 
 def of_tables(outer: PyTree, split: Any) -> PyTree:

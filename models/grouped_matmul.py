@@ -50,12 +50,16 @@ def grouped_matmul(
     return _times_kernels(x_PI, kernels_XIO, sizes_X, expected_rows, transposed=False)
 
 
-def _forward(x_PI, kernels_XIO, sizes_X, expected_rows):
+def _forward(
+    x_PI: jax.Array, kernels_XIO: jax.Array, sizes_X: jax.Array, expected_rows: int
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     y_PO = _times_kernels(x_PI, kernels_XIO, sizes_X, expected_rows, transposed=False)
     return y_PO, (x_PI, kernels_XIO, sizes_X)
 
 
-def _backward(expected_rows, residuals, dy_PO):
+def _backward(
+    expected_rows: int, residuals: tuple[jax.Array, ...], dy_PO: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     x_PI, kernels_XIO, sizes_X = residuals
     flops = 2.0 * expected_rows * kernels_XIO[0].size
     dx_PI = _times_kernels(dy_PO, kernels_XIO, sizes_X, expected_rows, transposed=True)
@@ -67,7 +71,9 @@ def _backward(expected_rows, residuals, dy_PO):
 grouped_matmul.defvjp(_forward, _backward)
 
 
-def _times_kernels(x, kernels, sizes, expected_rows, *, transposed):
+def _times_kernels(
+    x: jax.Array, kernels: jax.Array, sizes: jax.Array, expected_rows: int, *, transposed: bool
+) -> jax.Array:
     flops = 2.0 * expected_rows * kernels[0].size
     static = {"transposed": transposed, "expected_rows": expected_rows, "flops": flops}
     y = _product(x, kernels.astype(x.dtype), sizes, **static)
@@ -77,7 +83,10 @@ def _times_kernels(x, kernels, sizes, expected_rows, *, transposed):
 
 
 @functools.partial(lax.composite, name="jaxpipe.grouped_matmul")
-def _product(x, kernels, sizes, /, *, transposed, expected_rows, flops):
+def _product(
+    x: jax.Array, kernels: jax.Array, sizes: jax.Array, /, *, transposed: bool, expected_rows: int,
+    flops: float,
+) -> jax.Array:  # fmt: skip
     """Multiplies each group by its kernel, or its transpose; rows behind the last are undefined."""
     del flops
     if _runs_on_hopper(x, kernels.shape[1:]):
@@ -94,7 +103,7 @@ def _product(x, kernels, sizes, /, *, transposed, expected_rows, flops):
     blocks = Blocks.of(sizes, len(x))
     padded = _with_room(x, blocks.rows)
 
-    def multiply(n, y):
+    def multiply(n: jax.Array, y: jax.Array) -> jax.Array:
         kernel = kernels[blocks.group[n]]
         product = blocks.cut(padded, n) @ (kernel.T if transposed else kernel)
         # What lies behind the group's end is overwritten by the next one's first block.
@@ -106,7 +115,9 @@ def _product(x, kernels, sizes, /, *, transposed, expected_rows, flops):
 
 
 @functools.partial(lax.composite, name="jaxpipe.grouped_matmul_of_kernels")
-def _kernel_gradients(x, dy, sizes, /, *, flops):
+def _kernel_gradients(
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, /, *, flops: float
+) -> jax.Array:
     """Multiplies the rows of x, transposed, by those of dy, group by group."""
     del flops
     shape = x.shape[1], dy.shape[1]
@@ -115,7 +126,7 @@ def _kernel_gradients(x, dy, sizes, /, *, flops):
     blocks = Blocks.of(sizes, len(x))
     x, dy = (_with_room(rows, blocks.rows) for rows in (x, dy))
 
-    def add(n, sums):
+    def add(n: jax.Array, sums: jax.Array) -> jax.Array:
         group = blocks.group[n]
         is_own = blocks.start[n] + jnp.arange(blocks.rows) < blocks.ends[group]
         x_block = jnp.where(is_own[:, None], blocks.cut(x, n), 0)
@@ -209,7 +220,9 @@ def _gradient_tile(size: int) -> int:
 
 # Jitted, since jax traces these kernels for a time that grows with the groups.
 @functools.partial(jax.jit, static_argnums=2)
-def _hopper_product(kernels, sizes, transposed, x):
+def _hopper_product(
+    kernels: jax.Array, sizes: jax.Array, transposed: bool, x: jax.Array
+) -> jax.Array:
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     product_width = kernels.shape[1 if transposed else 2]
@@ -228,7 +241,7 @@ def _hopper_product(kernels, sizes, transposed, x):
 
 
 @jax.jit
-def _hopper_kernel_gradients(x, dy, sizes):
+def _hopper_kernel_gradients(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     tiles = Tiles(_gradient_tile(x.shape[1]), _gradient_tile(dy.shape[1]))

@@ -40,8 +40,7 @@ from models.hugging_face_files import (
     stored_name,
     together,
 )
-
-PyTree = Any
+from models.types import KeyPath, PyTree
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -148,7 +147,7 @@ class Folder:
         leaves = self._leaves.get("state", {}).get("layers")
         return jax.tree.map(lambda leaf: leaf(), leaves)
 
-    def _leaf(self, path: Any, shape: jax.ShapeDtypeStruct, *number: int) -> np.ndarray:
+    def _leaf(self, path: KeyPath, shape: jax.ShapeDtypeStruct, *number: int) -> np.ndarray:
         if path[-1].key in PASSING:
             return np.zeros(shape.shape, np.float32)
         names = self._names[_path(path)]
@@ -456,12 +455,12 @@ def _shapes(family: Family, config: Config) -> dict[str, PyTree]:
     return shapes
 
 
-def _path(path) -> str:
+def _path(path: KeyPath) -> str:
     """Writes a leaf's path in words: "params/layers/attention/qkv/kernel"."""
     return "/".join(str(getattr(key, "key", getattr(key, "idx", None))) for key in path)
 
 
-def _join(family: Family, path, tensors: list[np.ndarray], experts: bool) -> np.ndarray:
+def _join(family: Family, path: KeyPath, tensors: list[np.ndarray], experts: bool) -> np.ndarray:
     """Makes a leaf of ours from theirs: [out, in, *window] to [*window, in, out], joined by out."""
     if path[-1].key == "kernel" and not family.kernels_as_ours:
         tensors = [np.transpose(tensor, (*range(2, tensor.ndim), 1, 0)) for tensor in tensors]
@@ -473,7 +472,7 @@ def _join(family: Family, path, tensors: list[np.ndarray], experts: bool) -> np.
 
 
 def _split(
-    family: Family, config, path, array: np.ndarray, count: int, experts: bool
+    family: Family, config: Any, path: KeyPath, array: np.ndarray, count: int, experts: bool
 ) -> list[np.ndarray]:
     """Undoes `_join`."""
     arrays = [array]
@@ -488,7 +487,7 @@ def _split(
     return arrays
 
 
-def _order(family: Family, config: Any, path) -> np.ndarray | None:
+def _order(family: Family, config: Any, path: KeyPath) -> np.ndarray | None:
     """Finds, for each number in the last dimension of a leaf of ours, the place of theirs."""
     module = path[-2].key if len(path) > 1 else None
     if family.order is None or module not in ("qkv", "query_norm", "key_norm"):

@@ -849,7 +849,7 @@ def _write_bert(config: BERTConfig) -> dict[str, Any]:
     }
 
 
-def _bert_modules(config) -> Modules:
+def _bert_modules(config: BERTConfig) -> Modules:
     layer, head = "bert.encoder.layer.{}.", "cls.predictions"
     return {
         "embed/table": "bert.embeddings.word_embeddings",
@@ -913,7 +913,7 @@ def _write_resnet(config: ResNetConfig) -> dict[str, Any]:
     }
 
 
-def _resnet_modules(config) -> Modules:
+def _resnet_modules(config: ResNetConfig) -> Modules:
     parts = {"conv": "convolution", "norm": "normalization"}
     names: Modules = {"head": "classifier.1"}
     for part, theirs in parts.items():

@@ -18,8 +18,8 @@ import numpy as np
 from models.gpt_config import BIASES, GPTConfig
 from models.hugging_face_fields import Fields, TokenIds
 from models.hugging_face_files import Fused
+from models.types import PyTree
 
-PyTree = Any
 Modules = dict[str, str | tuple[str, ...]]
 
 

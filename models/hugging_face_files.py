@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 """The library's names for the files that an index lists."""
 
 
-def library():
+def library() -> ModuleType:
     """Imports the package; raises ValueError if it is not installed."""
     try:
         import safetensors.numpy

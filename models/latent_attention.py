@@ -16,11 +16,12 @@ head's queries and keys, V of its values, R of what is rotated, E width, L of la
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from models import rotary
-from models.attention import MaxLogits, add_scores, attend, configured, whole_length
+from models.attention import Cache, MaxLogits, add_scores, attend, configured, whole_length
 from models.blocks import INIT_STDDEV, Linear, rms_norm
 from models.gpt_config import GPTConfig, LayerKind
 from models.sharing import Sharing
@@ -57,7 +58,10 @@ class LatentAttention(nnx.Module):
             self.max_logits = MaxLogits(jnp.zeros(heads))
         self.out = linear(heads * values, config.width, config.residual_stddev)
 
-    def __call__(self, x_BTE, documents_BS=None, cache=None, start=0):
+    def __call__(
+        self, x_BTE: jax.Array, documents_BS: jax.Array | None = None, cache: Cache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Cache | None]:  # fmt: skip
         """Mixes the tokens of whole sequences, or of slices from ``start``: see `attend`."""
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         tensor.part(config.num_heads, "num_heads")
@@ -96,7 +100,7 @@ class LatentAttention(nnx.Module):
         return self.out(mixed_BSNV.reshape(num_rows, length, -1), tensor.scatter), cache
 
 
-def _halves(x):
+def _halves(x: jax.Array) -> jax.Array:
     """Moves the first numbers of all neighbouring pairs before the second ones.
 
     DeepSeek's weights rotate neighbours against each other, `rotary.rotate` both halves.

@@ -164,7 +164,10 @@ _Join = tuple[Callable[..., jax.Array], Callable[..., jax.Array]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _places(join, count, shapes, dtype, kernels):
+def _places(
+    join: _Join, count: int, shapes: tuple[tuple[int, ...], ...], dtype: jnp.dtype,
+    kernels: tuple[jax.Array, ...],
+) -> tuple[tuple[jax.Array, ...], ...]:  # fmt: skip
     """Makes zeros for the input and the outputs of each piece of matmuls.
 
     Their cotangents are this input, as `_note` puts it there, and the outputs' cotangents. So
@@ -174,7 +177,10 @@ def _places(join, count, shapes, dtype, kernels):
     return (tuple(jnp.zeros(shape, dtype) for shape in shapes),) * count
 
 
-def _kernel_gradients(join, count, shapes, dtype, _, places):
+def _kernel_gradients(
+    join: _Join, count: int, shapes: tuple[tuple[int, ...], ...], dtype: jnp.dtype, _: None,
+    places: tuple[tuple[jax.Array, ...], ...],
+) -> tuple[tuple[jax.Array, ...]]:  # fmt: skip
     del count, shapes, dtype
     inputs, *cotangents = zip(*places, strict=True)
     gradient = functools.partial(
@@ -187,7 +193,7 @@ _places.defvjp(lambda *args: (_places(*args), None), _kernel_gradients)
 
 
 @jax.custom_vjp
-def _note(place, y, x):
+def _note(place: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
     """Returns ``y``; its backward puts x in its place."""
     del place, x
     return y
@@ -197,7 +203,7 @@ _note.defvjp(lambda place, y, x: (y, x), lambda x, dy: (x, dy, None))
 
 
 @jax.custom_vjp
-def _note_cotangent(place, y):
+def _note_cotangent(place: jax.Array, y: jax.Array) -> jax.Array:
     """Returns ``y``; its backward puts dy in its place."""
     del place
     return y

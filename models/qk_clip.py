@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from models.gpt_config import GPTConfig
-
-PyTree = Any
+from models.types import PyTree
 
 
 def qk_clip(config: GPTConfig) -> optax.GradientTransformationExtraArgs:

@@ -29,8 +29,7 @@ from jaxpipe.nnx import functional, stateful
 from models import validation
 from models.blocks import Linear, matmul
 from models.resnet_blocks import Basic, Bottleneck, Stem
-
-PyTree = Any
+from models.types import Batch, Key, PyTree
 
 IMAGENET_BLOCKS = {
     18: (2, 2, 2, 2),
@@ -229,11 +228,11 @@ def model(config: ResNetConfig, *, train: bool = True, metrics: bool = False) ->
     """
     layer = functools.cache(functools.partial(_layer, config, train=train))
 
-    def embed(outer, microbatch, rng):
+    def embed(outer: PyTree, microbatch: Batch, rng: Key) -> jax.Array:
         del outer, rng
         return microbatch["images"].astype(config.compute_dtype)
 
-    def head_loss(outer, x, microbatch, rng):
+    def head_loss(outer: PyTree, x: jax.Array, microbatch: Batch, rng: Key) -> PyTree:
         del rng
         logits, labels = _head(outer, x), microbatch["labels"]
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -297,26 +296,28 @@ def num_parameters(config: ResNetConfig) -> int:
 def _layer(config: ResNetConfig, kind: Kind, *, train: bool) -> Callable[..., Any]:
     apply, _, _ = stateful(_abstract(config, kind))
 
-    def layer(params, x, microbatch, rng):
+    def layer(params: PyTree, x: jax.Array, microbatch: Batch | None, rng: Key) -> jax.Array:
         del microbatch
         return apply(params, {}, x, rng=rng)[0]
 
-    def layer_with_state(params, x, microbatch, rng, state):
+    def layer_with_state(
+        params: PyTree, x: jax.Array, microbatch: Batch | None, rng: Key, state: PyTree
+    ) -> tuple[jax.Array, PyTree]:
         del microbatch
         return apply(params, state, x, rng=rng, train=train)
 
     return layer_with_state if config.norm == "batch" else layer
 
 
-def _abstract(config, kind):
+def _abstract(config: ResNetConfig, kind: Kind) -> nnx.Module:
     return nnx.eval_shape(lambda: kind.module(config, nnx.Rngs(0)))
 
 
 @functools.cache
-def _state_shapes(config, kind):
+def _state_shapes(config: ResNetConfig, kind: Kind) -> PyTree:
     return nnx.to_pure_dict(nnx.state(_abstract(config, kind), nnx.BatchStat))
 
 
-def _head(outer, x_BHWC):
+def _head(outer: PyTree, x_BHWC: jax.Array) -> jax.Array:
     pooled_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
     return matmul(pooled_BC, outer["head"]["kernel"]) + outer["head"]["bias"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 class ConvNorm(nnx.Module):
     """A convolution without bias, padded to keep its size at stride 1, then its norm."""
 
-    def __init__(self, config: ResNetConfig, in_channels, out_channels, *, size, stride=1, rngs):
+    def __init__(
+        self, config: ResNetConfig, in_channels: int, out_channels: int, *, size: int,
+        stride: int = 1, rngs: nnx.Rngs,
+    ):  # fmt: skip
         self.conv = nnx.Conv(
             in_channels,
             out_channels,
@@ -30,19 +35,21 @@ class ConvNorm(nnx.Module):
         )
         self.norm = _norm(config, out_channels, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return self.norm(self.conv(x))
 
 
 class Stem(nnx.Module):
     """The first layer, from images to the first group's channels."""
 
-    def __init__(self, config: ResNetConfig, in_channels, channels, *, stride, rngs):
+    def __init__(
+        self, config: ResNetConfig, in_channels: int, channels: int, *, stride: int, rngs: nnx.Rngs
+    ):
         self.pool = stride > 1
         size = 7 if self.pool else 3
         self.conv = ConvNorm(config, in_channels, channels, size=size, stride=stride, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = nnx.relu(self.conv(x))
         if self.pool:
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
@@ -54,7 +61,9 @@ class Basic(nnx.Module):
 
     expansion = 1
 
-    def __init__(self, config: ResNetConfig, in_channels, channels, *, stride, rngs):
+    def __init__(
+        self, config: ResNetConfig, in_channels: int, channels: int, *, stride: int, rngs: nnx.Rngs
+    ):
         conv = functools.partial(ConvNorm, config, rngs=rngs)
         self.convs = nnx.List(
             [
@@ -64,7 +73,7 @@ class Basic(nnx.Module):
         )
         self.shortcut = Shortcut(config, in_channels, channels, stride=stride, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
 
 
@@ -73,7 +82,9 @@ class Bottleneck(nnx.Module):
 
     expansion = 4
 
-    def __init__(self, config: ResNetConfig, in_channels, channels, *, stride, rngs):
+    def __init__(
+        self, config: ResNetConfig, in_channels: int, channels: int, *, stride: int, rngs: nnx.Rngs
+    ):
         conv = functools.partial(ConvNorm, config, rngs=rngs)
         out_channels = self.expansion * channels
         self.convs = nnx.List(
@@ -85,14 +96,17 @@ class Bottleneck(nnx.Module):
         )
         self.shortcut = Shortcut(config, in_channels, out_channels, stride=stride, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
 
 
 class Shortcut(nnx.Module):
     """The identity if a block keeps its shape, else a map of x to the new shape."""
 
-    def __init__(self, config: ResNetConfig, in_channels, out_channels, *, stride, rngs):
+    def __init__(
+        self, config: ResNetConfig, in_channels: int, out_channels: int, *, stride: int,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
         self.stride, self.new_channels = stride, out_channels - in_channels
         same = stride == 1 and self.new_channels == 0
         self.conv = (
@@ -101,21 +115,21 @@ class Shortcut(nnx.Module):
             else ConvNorm(config, in_channels, out_channels, size=1, stride=stride, rngs=rngs)
         )
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         if self.conv is not None:
             return self.conv(x)
         x = x[:, :: self.stride, :: self.stride]
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new_channels)))
 
 
-def _chain(convs, x):
+def _chain(convs: Sequence[ConvNorm], x: jax.Array) -> jax.Array:
     """Runs the convolutions one after the other, with a ReLU between each two."""
     for conv in convs[:-1]:
         x = nnx.relu(conv(x))
     return convs[-1](x)
 
 
-def _norm(config, channels, rngs):
+def _norm(config: ResNetConfig, channels: int, rngs: nnx.Rngs) -> nnx.BatchNorm | nnx.GroupNorm:
     dtype = config.compute_dtype
     if config.norm == "batch":
         return nnx.BatchNorm(

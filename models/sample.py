@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from models import gpt
-
-PyTree = Any
+from models.gpt_config import GPTConfig
+from models.types import PyTree
 
 
 def sample(
-    config: gpt.GPTConfig,
+    config: GPTConfig,
     params: PyTree,
     prompt_ids: jax.Array,
     *,
@@ -76,7 +76,7 @@ class _Draw(NamedTuple):
     temperature: float
     top_k: int | None
 
-    def __call__(self, key, scores):
+    def __call__(self, key: jax.Array, scores: jax.Array) -> jax.Array:
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             smallest = jax.lax.top_k(scores, self.top_k)[0][:, -1:]
             scores = jnp.where(scores < smallest, -jnp.inf, scores)
@@ -86,11 +86,13 @@ class _Draw(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sample_with_caches(config, draw, params, prompt, keys):
+def _sample_with_caches(
+    config: GPTConfig, draw: _Draw, params: PyTree, prompt: jax.Array, keys: jax.Array
+) -> jax.Array:
     num_rows, length = prompt.shape
     caches = gpt.empty_caches(config, num_rows, length + len(keys))
 
-    def step(carry, key):
+    def step(carry: tuple[Any, ...], key: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
         token, caches, place = carry
         scores, caches = gpt.next_logits(config, params, token[:, None], caches, place)
         token = draw(key, scores)
@@ -103,13 +105,16 @@ def _sample_with_caches(config, draw, params, prompt, keys):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sample_from_window(config, draw, params, prompt, keys, state):
+def _sample_from_window(
+    config: GPTConfig, draw: _Draw, params: PyTree, prompt: jax.Array, keys: jax.Array,
+    state: PyTree,
+) -> jax.Array:  # fmt: skip
     window = config.sequence_length
     seen = prompt[:, -window:]
     num_rows, num_seen = seen.shape
     tokens = jnp.zeros((num_rows, window), jnp.int32).at[:, :num_seen].set(seen)
 
-    def step(carry, key):
+    def step(carry: tuple[Any, ...], key: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
         tokens, num_seen = carry
         scores = gpt.logits(config, params, tokens, state)
         last = jax.lax.dynamic_index_in_dim(scores, num_seen - 1, axis=1, keepdims=False)

@@ -22,8 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Joined
-
-PyTree = Any
+from models.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -33,8 +33,11 @@ from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
 from models.context import Context
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor, axis_split
+from models.types import Batch, Key, PyTree
 
-PyTree = Any
+Ends = dict[str, jax.Array]
+"""``{"source", "target"}``, which travels between layers."""
+KeysValues = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,13 +150,18 @@ class DecoderLayer(nnx.Module):
         )
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, target_BTE, source_BSE, source_mask_BS):
+    def __call__(
+        self, target_BTE: jax.Array, source_BSE: jax.Array, source_mask_BS: jax.Array | None
+    ) -> jax.Array:
         whole = self.sharing.tensor.gather(target_BTE)
         attended_BTE = self.attention(whole, whole, is_causal=True)
         source = self.source_attention.keys_values(self.sharing.tensor.gather(source_BSE))
         return self._rest(target_BTE, attended_BTE, source, source_mask_BS)
 
-    def step(self, target_B1E, position, past, source, source_mask_BS):
+    def step(
+        self, target_B1E: jax.Array, position: jax.Array, past: KeysValues, source: KeysValues,
+        source_mask_BS: jax.Array | None,
+    ) -> tuple[jax.Array, KeysValues]:  # fmt: skip
         """Runs the layer for one position, given keys and values of earlier ones and the source.
 
         Returns its output and ``past`` with this position's keys and values written into it.
@@ -167,7 +175,10 @@ class DecoderLayer(nnx.Module):
         attended_B1E = self.attention.attend(target_B1E, *past, mask=seen_BT)
         return self._rest(target_B1E, attended_B1E, source, source_mask_BS), past
 
-    def _rest(self, target_BTE, attended_BTE, source, source_mask_BS):
+    def _rest(
+        self, target_BTE: jax.Array, attended_BTE: jax.Array, source: KeysValues,
+        source_mask_BS: jax.Array | None,
+    ) -> jax.Array:  # fmt: skip
         dropout = functools.partial(self.sharing.dropout, self.dropout)
         target_BTE = self.attention_norm(target_BTE + dropout(attended_BTE))
         whole = self.sharing.tensor.gather(target_BTE)
@@ -243,7 +254,7 @@ def model(
     )
     over = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
 
-    def embed(outer, microbatch, rng):
+    def embed(outer: PyTree, microbatch: Batch, rng: Key) -> Ends:
         ends = {"source": microbatch["source"], "target": microbatch["target"][:, :-1]}
         keys = (None, None) if rng is None else jax.random.split(rng)
         return {
@@ -251,16 +262,16 @@ def model(
             for (name, tokens), key in zip(ends.items(), keys, strict=True)
         }
 
-    def encoder(params, x, microbatch, rng):
+    def encoder(params: PyTree, x: Ends, microbatch: Batch, rng: Key) -> Ends:
         mask = microbatch["source"] != config.pad_id
         return x | {"source": apply_encoder(params, x["source"], mask, rng=rng)}
 
-    def decoder(params, x, microbatch, rng):
+    def decoder(params: PyTree, x: Ends, microbatch: Batch, rng: Key) -> Ends:
         # Padding ends a target, so causality hides it from every position that counts.
         mask = microbatch["source"] != config.pad_id
         return x | {"target": apply_decoder(params, x["target"], x["source"], mask, rng=rng)}
 
-    def head_loss(outer, x, microbatch, rng):
+    def head_loss(outer: PyTree, x: Ends, microbatch: Batch, rng: Key) -> Weighted:
         del rng
         return _loss(config, outer, x["target"], microbatch["target"][:, 1:], **over)
 
@@ -313,7 +324,9 @@ def scores(outer: PyTree, x: jax.Array) -> jax.Array:
     return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
 
 
-def _loss(config, outer, x_BTE, targets_BT, **over):
+def _loss(
+    config: TransformerConfig, outer: PyTree, x_BTE: jax.Array, targets_BT: jax.Array, **over: Any
+) -> Weighted:
     is_token_BT = targets_BT != config.pad_id
     num_tokens = is_token_BT.sum(dtype=jnp.float32)
     mean = vocabulary.cross_entropy(
@@ -328,7 +341,10 @@ def _loss(config, outer, x_BTE, targets_BT, **over):
     return Weighted(mean * num_tokens, num_tokens)
 
 
-def _embed(config, outer, tokens_BT, rng, sharing, *, name, **over):
+def _embed(
+    config: TransformerConfig, outer: PyTree, tokens_BT: jax.Array, rng: Key, sharing: Sharing, *,
+    name: str, **over: Any,
+) -> jax.Array:  # fmt: skip
     length = tokens_BT.shape[1]
     if length > config.sequence_length:
         raise ValueError(
@@ -355,13 +371,15 @@ def positions(length: int, width: int) -> jax.Array:
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
-def _layer_modules(config):
+def _layer_modules(config: TransformerConfig) -> tuple[Callable[..., nnx.Module], ...]:
     """Lists the functions that make each layer's module, in model order."""
     encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
     return (_encoder_layer,) * encoder + (DecoderLayer,) * decoder
 
 
-def _encoder_layer(config, rngs, *, sharing=WHOLE):
+def _encoder_layer(
+    config: TransformerConfig, rngs: nnx.Rngs, *, sharing: Sharing = WHOLE
+) -> EncoderLayer:
     return EncoderLayer(
         config.width,
         config.num_heads,

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from models import transformer
 from models.blocks import function_of
-from models.transformer import DecoderLayer, TransformerConfig
+from models.transformer import DecoderLayer, KeysValues, TransformerConfig
+from models.types import PyTree
 
-PyTree = Any
+_Cache = list[KeysValues]
+"""Keys and values of every decoder layer."""
+_Step = Callable[[jax.Array, jax.Array | int, _Cache], tuple[jax.Array, _Cache]]
+_Greedy = tuple[jax.Array, _Cache, jax.Array]
+"""Newest tokens, cache, and which rows are finished."""
 
 
 class Translations(NamedTuple):
@@ -90,11 +96,13 @@ def beam_search(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _greedy(config, max_length, params, source_BS):
+def _greedy(
+    config: TransformerConfig, max_length: int, params: PyTree, source_BS: jax.Array
+) -> jax.Array:
     step, cache = _start(config, params, source_BS, max_length)
     num_rows = source_BS.shape[0]
 
-    def extend(carry, position):
+    def extend(carry: _Greedy, position: jax.Array) -> tuple[_Greedy, jax.Array]:
         token_B, cache, finished_B = carry
         scores_BV, cache = step(token_B, position, cache)
         token_B = jnp.where(finished_B, config.pad_id, scores_BV.argmax(axis=-1))
@@ -118,15 +126,18 @@ class _Beams(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _beam_search(config, max_length, num_beams, params, source_BS, length_penalty):
+def _beam_search(
+    config: TransformerConfig, max_length: int, num_beams: int, params: PyTree,
+    source_BS: jax.Array, length_penalty: float,
+) -> Translations:  # fmt: skip
     num_rows = source_BS.shape[0]
     # Every hypothesis of a row reads the same source.
     step, cache = _start(config, params, jnp.repeat(source_BS, num_beams, axis=0), max_length)
 
-    def worth(log_probs, lengths):
+    def worth(log_probs: jax.Array, lengths: jax.Array) -> jax.Array:
         return log_probs / ((5 + lengths) / 6) ** length_penalty
 
-    def extend(position, beams):
+    def extend(position: jax.Array | int, beams: _Beams) -> _Beams:
         scores_nV, cache = step(beams.last.reshape(-1), position, beams.cache)
         scores_BKV = scores_nV.reshape(num_rows, num_beams, -1)
         # A finished hypothesis continues with padding, at no cost.
@@ -139,12 +150,12 @@ def _beam_search(config, max_length, num_beams, params, source_BS, length_penalt
         _, best_BK = jax.lax.top_k(worth_BKV.reshape(num_rows, -1), num_beams)
         parent_BK, token_BK = jnp.divmod(best_BK, scores_BKV.shape[-1])
 
-        def of_parent(leaf):
+        def of_parent(leaf: jax.Array) -> jax.Array:
             return jnp.take_along_axis(
                 leaf, parent_BK.reshape(*parent_BK.shape, *[1] * (leaf.ndim - 2)), axis=1
             )
 
-        def cache_of_parent(leaf):
+        def cache_of_parent(leaf: jax.Array) -> jax.Array:
             return of_parent(leaf.reshape(num_rows, num_beams, *leaf.shape[1:])).reshape(leaf.shape)
 
         return _Beams(
@@ -175,7 +186,9 @@ def _beam_search(config, max_length, num_beams, params, source_BS, length_penalt
     return Translations(beams.tokens, worth(beams.log_probs, beams.lengths))
 
 
-def _start(config, params, source_BS, max_length):
+def _start(
+    config: TransformerConfig, params: PyTree, source_BS: jax.Array, max_length: int
+) -> tuple[_Step, _Cache]:
     """Encodes the source; returns a function that decodes one position, and its empty cache.
 
     ``step(tokens [B], position, cache)`` returns log-probabilities [B, vocab_size] and the cache.
@@ -190,7 +203,9 @@ def _start(config, params, source_BS, max_length):
     sources = [read(layer_params, memory_BSE) for layer_params in decoder_params]
     table, places = params["embed"]["table"], transformer.positions(max_length, config.width)
 
-    def step(tokens_B, position, cache):
+    def step(
+        tokens_B: jax.Array, position: jax.Array | int, cache: _Cache
+    ) -> tuple[jax.Array, _Cache]:
         x_B1E = (math.sqrt(config.width) * table[tokens_B] + places[position])[:, None]
         x_B1E = x_B1E.astype(config.compute_dtype)
         new_cache = []
@@ -206,7 +221,7 @@ def _start(config, params, source_BS, max_length):
     return step, [(empty, empty) for _ in decoder_params]
 
 
-def _encode(config, params, source_BS):
+def _encode(config: TransformerConfig, params: PyTree, source_BS: jax.Array) -> jax.Array:
     plain = transformer.model(config)
     batch = {"source": source_BS, "target": jnp.full((len(source_BS), 2), config.begin_id)}
     x = plain.embed(params, batch, None)
@@ -215,7 +230,7 @@ def _encode(config, params, source_BS):
     return x["source"]
 
 
-def _check(config, max_length, num_beams):
+def _check(config: TransformerConfig, max_length: int, num_beams: int) -> None:
     failures = []
     if not 1 <= max_length <= config.sequence_length:
         failures.append(

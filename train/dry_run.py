@@ -146,6 +146,7 @@ def _show_carried(console: Console, setup: Setup, mode: Asynchronous) -> None:
     """Shows the buffers that an asynchronous pipeline carries from step to step."""
     with announced(console, "the training step"):
         compiled = mode.compile().memory_analysis()
+    assert compiled is not None
     parts = mode.carried_bytes() | {
         "batch": device_bytes(setup.batch_shapes),
         "values of a step": compiled.temp_size_in_bytes,

@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from jaxpipe import AsyncPipeline
 from train import configured
 from train.config import Config
-from train.step import Setup, TrainState, named, with_sharding
+from train.step import Key, Leaf, Setup, TrainState, Values, named, with_sharding
 
 PyTree = Any
 
@@ -106,27 +107,27 @@ class Mode(abc.ABC):
 class Synchronous(Mode):
     """Every step drains the pipeline. Steps carry the `TrainState`."""
 
-    def begin(self, state, step):
+    def begin(self, state: TrainState, step: int) -> TrainState:
         self.first = step
         return state
 
-    def compile(self):
+    def compile(self) -> jax.stages.Compiled:
         return self.setup.compile()
 
-    def settle(self, carried):
+    def settle(self, carried: PyTree) -> tuple[TrainState, np.ndarray]:
         return carried, np.zeros(0)
 
     @property
-    def saved_shapes(self):
+    def saved_shapes(self) -> PyTree:
         return self.setup.canonical_shapes
 
-    def to_saved(self, carried):
+    def to_saved(self, carried: PyTree) -> PyTree:
         return self.setup.to_canonical(carried)
 
-    def from_saved(self, saved, step):
+    def from_saved(self, saved: PyTree, step: int) -> TrainState:
         return self.begin(self.setup.from_canonical(saved), step)
 
-    def bubble(self, step):
+    def bubble(self, step: int) -> float:
         return self.setup.timeline.bubble_ratio
 
 
@@ -147,11 +148,11 @@ class Asynchronous(Mode):
         )
         self.steady = self.training.steady
 
-    def begin(self, state, step):
+    def begin(self, state: TrainState, step: int) -> PyTree:
         self.first = step
         return self._fill(state, self.setup.rng(0), step - self.config.asynchronous.warmup_steps)
 
-    def _fill(self, state: TrainState, rng: jax.Array | None, step: int) -> PyTree:
+    def _fill(self, state: TrainState, rng: Key, step: int) -> PyTree:
         return self.training.init(
             state.params,
             state.optimizer,
@@ -167,7 +168,7 @@ class Asynchronous(Mode):
         rng = jax.eval_shape(lambda: self.setup.rng(0))
         shapes = jax.eval_shape(self._fill, self.setup.state_shapes, rng, 0)
 
-        def of(sharding, part):
+        def of(sharding: NamedSharding, part: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: with_sharding(leaf, sharding), part)
 
         return jax.tree.map(of, self.training.state_shardings, shapes)
@@ -176,8 +177,8 @@ class Asynchronous(Mode):
     def _shardings(self) -> PyTree:
         return jax.tree.map(lambda leaf: leaf.sharding, self.shapes)
 
-    def compile(self):
-        def step(carried, batch, rng):
+    def compile(self) -> jax.stages.Compiled:
+        def step(carried: PyTree, batch: PyTree, rng: Key) -> tuple[PyTree, Values]:
             carried, value = self.training.step(carried, batch, rng)
             values, _ = named(value, None)
             values["correction"] = self.training.discrepancy(carried)
@@ -191,8 +192,8 @@ class Asynchronous(Mode):
         return jitted.lower(self.shapes, self.setup.batch_shapes, rng).compile()
 
     @cached_property
-    def _settle(self):
-        def settle(carried):
+    def _settle(self) -> jax.stages.Wrapped:
+        def settle(carried: PyTree) -> tuple[TrainState, np.ndarray]:
             carried, value = self.training.drain(carried)
             losses = named(value, None)[0]["loss"]
             params, optimizer = self.training.finish(carried)
@@ -201,25 +202,25 @@ class Asynchronous(Mode):
         shardings = self.setup.state_shardings, self.setup.replicated
         return jax.jit(settle, out_shardings=shardings)
 
-    def settle(self, carried):
+    def settle(self, carried: PyTree) -> tuple[TrainState, np.ndarray]:
         state, losses = self._settle(carried)
         return state, np.asarray(losses)
 
     @cached_property
-    def saved_shapes(self):
+    def saved_shapes(self) -> PyTree:
         return {
             name: with_sharding(jax.eval_shape(_saved, leaf), leaf.sharding)
             for name, leaf in _by_name(self.shapes).items()
         }
 
-    def to_saved(self, carried):
+    def to_saved(self, carried: PyTree) -> PyTree:
         return {name: _saved(leaf) for name, leaf in _by_name(carried).items()}
 
-    def from_saved(self, saved, step):
+    def from_saved(self, saved: PyTree, step: int) -> PyTree:
         shapes = _by_name(self.shapes)
 
-        def restore(saved):
-            def leaf(name, shape):
+        def restore(saved: PyTree) -> PyTree:
+            def leaf(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
                 if (
                     name not in saved
                 ):  # saved when states of layers had one value for all data shards
@@ -233,10 +234,10 @@ class Asynchronous(Mode):
         self.first = step - int(carried["clock"]["entered"]) // self.steady.num_microbatches
         return carried
 
-    def layout(self):
+    def layout(self) -> dict[str, Any] | None:
         return layout_of(self.setup)
 
-    def loss_step(self, step):
+    def loss_step(self, step: int) -> int | None:
         left = step - self.steady.loss_lag
         return left if left > self.first else None
 
@@ -247,10 +248,10 @@ class Asynchronous(Mode):
     def _utilization(self, step: int) -> float:
         return self._full_utilization * self.steady.work_ratio(step - self.first - 1)
 
-    def bubble(self, step):
+    def bubble(self, step: int) -> float:
         return 1 - self._utilization(step)
 
-    def metrics(self, step, values):
+    def metrics(self, step: int, values: dict[str, jax.Array]) -> dict[str, Any]:
         delays = np.minimum(self.training.delays, step - self.first - 1).mean(axis=1)
         return {
             "loss_step": self.loss_step(step),
@@ -333,14 +334,14 @@ def device_bytes(shapes: PyTree) -> int:
 def _by_name(tree: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree by path, in the order of the tree."""
 
-    def name(path) -> str:
+    def name(path: tuple[Any, ...]) -> str:
         # In checkpoints, states of layers have no part "layers", as before they were `Placed`.
         return re.sub(r"^states\.layers\b", "states", keystr(path, simple=True, separator="."))
 
     return {name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _is_key(leaf) -> bool:
+def _is_key(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

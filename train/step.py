@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe import Options, Pipeline, make_mesh, on_host
+from jaxpipe.errors import ArgumentError
 from jaxpipe.measure import end_costs, layer_costs
 from jaxpipe.schedule import (
     Costs,
@@ -31,6 +32,10 @@ from train.processes import distributed
 from train.task import Task
 
 PyTree = Any
+Key = jax.Array | None
+Leaf = jax.Array | jax.ShapeDtypeStruct
+Values = dict[str, PyTree]
+"""Loss, norms and metrics of a step by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +193,7 @@ class Setup:
             pipe = self._unchecked(order, counts, train=train)
             # What layers do with the weights shows when they are traced.
             layer_costs(pipe, self._batch_shapes(pipe), jax.eval_shape(lambda: self.rng(0)))
-        except errors.ArgumentError as error:
+        except ArgumentError as error:
             raise errors.ConfigError(list(errors.of_fp8(error))) from error
         return pipe
 
@@ -239,7 +244,7 @@ class Setup:
     def _key(self) -> jax.Array:
         return jax.random.key(self.config.train.seed)
 
-    def rng(self, step: int) -> jax.Array | None:
+    def rng(self, step: int) -> Key:
         """Returns the key of a step, or None for a model without dropout."""
         if not self.task.dropout:
             return None
@@ -274,7 +279,7 @@ class Setup:
 
     def _batch_shapes(self, pipe: Pipeline) -> PyTree:
 
-        def batch(row):
+        def batch(row: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             shape = self.config.train.batch_size, *row.shape
             return jax.ShapeDtypeStruct(shape, row.dtype, sharding=pipe.batch_sharding)
 
@@ -283,7 +288,7 @@ class Setup:
     def init(self) -> TrainState:
         """Makes the initial weights and optimizer state on the devices that hold them."""
 
-        def make(key):
+        def make(key: jax.Array) -> TrainState:
             params = self.pipe.place(self.task.init(key))
             optimizer = self.pipe.init(self.optimizer, params)
             return TrainState(params, optimizer, self._place_states(states))
@@ -310,7 +315,7 @@ class Setup:
     def from_canonical(self, state: TrainState) -> TrainState:
         """Places a canonical state on this run's mesh, for its schedule and ZeRO level."""
 
-        def place(state):
+        def place(state: TrainState) -> TrainState:
             optimizer = self._optimizer_placing.place(state.optimizer)
             return TrainState(
                 self.pipe.place(state.params), optimizer, self._place_states(state.layers)
@@ -319,14 +324,14 @@ class Setup:
         return jax.jit(place, out_shardings=self.state_shardings)(state)
 
     @cached_property
-    def train_step(self):
+    def train_step(self) -> jax.stages.Wrapped:
         """The jitted step ``(state, batch, rng) -> (state, values)``, which donates the state.
 
         Values are "loss", "grad_norm", and "metrics" if the task's loss has any; there is no
         "grad_norm" if every chunk is updated by itself.
         """
 
-        def step(state, batch, rng):
+        def step(state: TrainState, batch: PyTree, rng: Key) -> tuple[TrainState, Values]:
             given, norm = (state.params, state.optimizer, batch, rng, state.layers), {}
             if self._updating_step is not None:
                 value, params, optimizer = self._updating_step(*given)
@@ -340,14 +345,16 @@ class Setup:
         shardings = self.state_shardings, self.replicated
         return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
-    def _end_step(self, layers):
+    def _end_step(self, layers: PyTree) -> PyTree:
         """Lets the task end the step of placed states."""
         if layers is None:
             return None
         ended = self.task.end_step(self.pipe.unplace_states(layers))
         return layers if ended is None else self.pipe.place_states(ended)
 
-    def _without_skipped(self, old, new, values):
+    def _without_skipped(
+        self, old: TrainState, new: TrainState, values: Values
+    ) -> tuple[TrainState, Values]:
         """Keeps the new state, or the old one if the step is skipped, and says which it is."""
         settings = self.config.optimizer
         if not settings.max_skipped:
@@ -359,7 +366,9 @@ class Setup:
         kept = jax.tree.map(lambda after, before: jnp.where(is_good, after, before), new, old)
         return kept, values | {"skipped": ~is_good}
 
-    def _step_with_norm(self, params, optimizer, batch, rng, layers):
+    def _step_with_norm(
+        self, params: PyTree, optimizer: PyTree, batch: PyTree, rng: Key, layers: PyTree
+    ) -> tuple[PyTree, ...]:
         """Runs a step as `Pipeline.train_step` does; also returns the norm before clipping."""
         value, grads = self.pipe.value_and_grad(params, batch, rng, states=layers)
         more = {}
@@ -374,12 +383,12 @@ class Setup:
         rng = jax.eval_shape(lambda: self.rng(0))
         return self.train_step.lower(self.state_shapes, self.batch_shapes, rng)
 
-    def compile(self):
+    def compile(self) -> jax.stages.Compiled:
         """Compiles `train_step`; the result is called like it and knows its memory."""
         return self.lower().compile()
 
     @cached_property
-    def evaluate(self):
+    def evaluate(self) -> jax.stages.Compiled:
         """The compiled ``(state, batch) -> totals``: the same pipeline, forward only, no dropout.
 
         They are those of `jaxpipe.Pipeline.totals`: "loss", and "metrics" if the task's loss has
@@ -387,13 +396,13 @@ class Setup:
         """
         pipe = self._pipeline(self.schedule, self.layer_counts, train=False)
 
-        def evaluate(state, batch):
+        def evaluate(state: TrainState, batch: PyTree) -> Values:
             return named(pipe.totals(state.params, batch, states=state.layers), None)[0]
 
         return jax.jit(evaluate).lower(self.state_shapes, self.batch_shapes).compile()
 
 
-def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+def named(value: PyTree, layers: PyTree) -> tuple[Values, PyTree]:
     """Takes apart what a step returns as its loss.
 
     Args:
@@ -412,6 +421,6 @@ def named(value: PyTree, layers: PyTree) -> tuple[dict[str, PyTree], PyTree]:
     return values if metrics is None else values | {"metrics": metrics}, layers
 
 
-def with_sharding(leaf, sharding) -> jax.ShapeDtypeStruct:
+def with_sharding(leaf: Leaf, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """Returns an array's shape and dtype with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

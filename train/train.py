@@ -19,11 +19,16 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     # Started by path, Python looks for modules beside this file; `train`, `models` are a level up.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+if TYPE_CHECKING:
+    from train.command_line import Invocation
+    from train.errors import ConfigError
+    from train.watch.goodput import Goodput
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DISK = _FULL | {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -95,7 +100,7 @@ def _main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(invocation, goodput) -> None:
+def _run(invocation: Invocation, goodput: Goodput) -> None:
     from jaxpipe import gpu_flags
     from train import checks, configured, errors
     from train.processes import distributed
@@ -178,7 +183,7 @@ def _quieten_checkpoints() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     show = sys.unraisablehook
 
-    def hook(unraisable) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         # Tensorstore prints an error for every write that was under way when the first one failed.
         if str(unraisable.exc_value) != "Event loop is closed":
             show(unraisable)
@@ -206,7 +211,7 @@ def _disk_error(error: Exception) -> OSError | None:
     return None
 
 
-def _refuse(error) -> int:
+def _refuse(error: ConfigError) -> int:
     messages = [failure.message for failure in error.failures]
     print("\n".join(f"error: {message}" for message in messages), file=sys.stderr)
     return 2

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
@@ -510,8 +511,8 @@ def _differences(path: Path, saved: Shapes, expected: dict[str, Shapes]) -> Iter
 def _raw_keys(shapes: Tree) -> Shapes:
     """Replaces the shapes of random keys by those of the data that is written of them."""
 
-    def raw(leaf: Any) -> Any:
-        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    def raw(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return jax.eval_shape(jax.random.key_data, leaf) if is_key else leaf
 
     return jax.tree.map(raw, shapes)

@@ -179,7 +179,7 @@ class _Reader:
         self._order = rng.permutation(len(self._rows))
 
 
-class _Batches(grain.DatasetIterator[Batch]):
+class _Batches(grain.DatasetIterator[Batch]):  # type: ignore[misc]  # grain has no types
     """Batches of the readers that have some rows of the whole batch, as `Streamed.batches`."""
 
     def __init__(self, data: Streamed, batch_size: int, seed: int, rows: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from socket import socket
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import pydantic
@@ -25,6 +25,10 @@ from train.config import Config
 from train.errors import ConfigError, Failure, MissingProcessError, refused
 from train.processes import calls
 from train.processes.calls import Address
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
 
 _HEARTBEAT_SECONDS = 24 * 3600
 """Time after which jax itself ends a run: the watchdog is faster, and names who is missing."""
@@ -225,7 +229,7 @@ def from_first(make: Callable[[], Any]) -> Any:
     return answered["value"]
 
 
-def local_rows(sharding, num_rows: int) -> np.ndarray:
+def local_rows(sharding: Sharding, num_rows: int) -> np.ndarray:
     """Finds the rows of a batch that this process's devices hold.
 
     Args:
@@ -236,8 +240,8 @@ def local_rows(sharding, num_rows: int) -> np.ndarray:
       Their numbers in ascending order, int64.
     """
     is_local = np.zeros(num_rows, bool)
-    for (rows,) in sharding.addressable_devices_indices_map((num_rows,)).values():
-        is_local[rows] = True
+    for index in filter(None, sharding.addressable_devices_indices_map((num_rows,)).values()):
+        is_local[index] = True
     return np.flatnonzero(is_local)
 
 
@@ -271,7 +275,9 @@ def gathered(text: str) -> list[str]:
     return [bytes(row).decode().rstrip() for row in rows]
 
 
-def global_batch(batch: dict[str, np.ndarray], sharding, num_rows: int):
+def global_batch(
+    batch: dict[str, np.ndarray], sharding: Sharding, num_rows: int
+) -> dict[str, jax.Array]:
     """Joins every process's rows into one batch of global arrays.
 
     Args:

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
@@ -308,18 +308,18 @@ def connecting() -> Iterator[None]:
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
 
 
-def _on_abort(handle: Any) -> None:
+def _on_abort(handle: Callable[[], None]) -> None:
     """Calls a function instead of what SIGABRT does.
 
     XLA aborts a process that loses process 0, and offers no other end: its callback cannot be
     written in Python (jaxlib 0.10 fails with std::bad_cast).
     """
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def handler(_: int) -> None:
+    def call(_: int) -> None:
         signal.alarm(_ABORT_SECONDS)
         handle()
 
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(call)
     _handlers.append(handler)
     ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
 

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe import Model
 from models import bert
 from train.config import Config
 from train.data import masked_lm, text
-from train.task import Task, averaging, shared_counts
+from train.data.stream import Examples, Unnumbered
+from train.task import PyTree, Task, averaging, shared_counts
 
 _ROWS = 256
 """Held-out rows for the accuracy."""
@@ -29,24 +31,24 @@ class BERT(Task):
         super().__init__(config)
         self.units_per_row = self.shape.sequence_length
 
-    def model(self, *, train: bool, axis: str | None = "stage"):
+    def model(self, *, train: bool, axis: str | None = "stage") -> Model:
         model = bert.model(self.shape, **self.named_axes(axis))
         return averaging(model) if train else model
 
-    def shared(self, axis):
+    def shared(self, axis: str) -> dict[str, int]:
         return shared_counts(self.shape) if axis == "tensor" else {}
 
-    def init(self, rng):
+    def init(self, rng: jax.Array) -> PyTree:
         return bert.init(self.shape, rng)
 
-    def row_shapes(self):
+    def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         row = jax.ShapeDtypeStruct((self.shape.sequence_length,), jnp.int32)
         shapes = {"tokens": row, "targets": row}
         if self.shape.next_sentence:
             shapes |= {"segments": row, "next_sentence": jax.ShapeDtypeStruct((), jnp.int32)}
         return shapes
 
-    def load(self):
+    def load(self) -> tuple[Examples | Unnumbered, Examples]:
         needed = max(masked_lm.special_tokens(text.read_meta(self.config.data.path).vocab_size)) + 1
         if self.shape.vocab_size < needed:
             raise ValueError(
@@ -60,10 +62,10 @@ class BERT(Task):
             next_sentence=self.shape.next_sentence,
         )
 
-    def data_digest(self):
+    def data_digest(self) -> str:
         return text.read_meta(self.config.data.path).tokenizer_sha256
 
-    def baseline(self, train, heldout):
+    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str:
         del train
         folder = self.config.data.path
         accuracy = masked_lm.unigram_accuracy(
@@ -73,7 +75,7 @@ class BERT(Task):
         )
         return f"always the most frequent token is right in {accuracy:.1%} of the masked ones"
 
-    def report(self, params, states, heldout):
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
         del states
         batch = self.rows(heldout, _ROWS)
         logits = jax.jit(bert.logits, static_argnums=0)

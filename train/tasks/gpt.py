@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxpipe import Model
 from models import gpt
 from models.adapters import Adapters
+from models.gpt_config import GPTConfig
 from models.qk_clip import qk_clip
 from models.sample import sample
 from models.tensor import divides_heads
@@ -20,16 +23,15 @@ from train.data import text, tokenizer_files
 from train.data.folder import META_FILE
 from train.data.packing import Packed
 from train.data.rows import Shard, find_shards
-from train.data.stream import Examples, Mixture
+from train.data.stream import Examples, Mixture, Unnumbered
 from train.data.streamed import Streamed
+from train.data.tokenizer_files import Exported
 from train.errors import Failure
-from train.task import Task
+from train.task import PyTree, Task
 
 
 class GPT(Task):
-    default = gpt.GPTConfig(
-        vocab_size=2048, sequence_length=128, num_layers=8, width=128, num_heads=4
-    )
+    default = GPTConfig(vocab_size=2048, sequence_length=128, num_layers=8, width=128, num_heads=4)
     unit = "tokens"
     loss_unit = "nats"
     slices = True
@@ -52,7 +54,7 @@ class GPT(Task):
         self.num_layers = self.shape.num_layers + self.shape.num_further
         self.in_pieces = all(map(self.shape.in_pieces, self.shape.layer_kinds))
 
-    def few_layers(self):
+    def few_layers(self) -> tuple[Config, Sequence[int]]:
         shape, kinds = self.shape, self.shape.layer_kinds
         if shape.layers_are_alike or shape.global_layers or shape.unrotated_layers:
             return super().few_layers()  # nothing to save, or numbers of layers of the whole model
@@ -62,7 +64,7 @@ class GPT(Task):
         like = [shorter.index(kind) for kind in kinds]
         return self.config.model_copy(update={"model": model}), like
 
-    def model(self, *, train: bool, axis: str | None = "stage"):
+    def model(self, *, train: bool, axis: str | None = "stage") -> Model:
         shape = self.shape if train else self.shape.without_layer_losses()
         mesh, sizes = self.config.mesh, dict[str, int]()
         if shape.qk_clip is not None and axis is not None:
@@ -70,7 +72,7 @@ class GPT(Task):
         data_axes = tuple(name for name, size in sizes.items() if size > 1)
         return gpt.model(shape, **self.named_axes(axis), data_axes=data_axes)
 
-    def shared(self, axis):
+    def shared(self, axis: str) -> dict[str, int]:
         shape = self.shape
         if axis == "expert":
             return {} if shape.num_experts is None else {"num_experts": shape.num_experts}
@@ -85,22 +87,22 @@ class GPT(Task):
                 counts["num_kv_heads"] = shape.kv_heads
         return counts
 
-    def init(self, rng):
+    def init(self, rng: jax.Array) -> PyTree:
         return gpt.init(self.shape, rng)
 
-    def init_states(self):
+    def init_states(self) -> tuple[PyTree, ...] | None:
         return gpt.init_state(self.shape)
 
-    def end_step(self, states):
+    def end_step(self, states: tuple[PyTree, ...] | None) -> tuple[PyTree, ...] | None:
         return None if states is None else gpt.end_step(self.shape, states)
 
-    def last_transformation(self):
+    def last_transformation(self) -> optax.GradientTransformation | None:
         return None if self.shape.qk_clip is None else qk_clip(self.shape)
 
-    def optimizer_arguments(self, states):
+    def optimizer_arguments(self, states: tuple[PyTree, ...]) -> dict[str, PyTree]:
         return {} if self.shape.qk_clip is None else {"max_logits": gpt.max_logits(states)}
 
-    def row_shapes(self):
+    def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         length = self.shape.sequence_length
         documents = self.config.data.documents
         with_targets = documents == "packed" or self.config.pipeline.sequence_slices > 1
@@ -123,11 +125,11 @@ class GPT(Task):
         windows = text.Windows(tokens, length, end_of_text=end)
         return text.WithTargets(windows) if self.config.pipeline.sequence_slices > 1 else windows
 
-    def load_domains(self):
+    def load_domains(self) -> dict[str, Examples]:
         domains = self.config.data.domains
         return {name: self._side(folder, text.HELDOUT_FILE) for name, folder in domains.items()}
 
-    def load(self):
+    def load(self) -> tuple[Examples | Unnumbered, Examples]:
         settings, length = self.config.data, self.shape.sequence_length
         heldout = self._side(settings.path, text.HELDOUT_FILE)
         if settings.rows is not None:
@@ -146,7 +148,7 @@ class GPT(Task):
         assert settings.rows is not None
         return find_shards(settings.rows, settings.column, option="data.rows")
 
-    def data_failures(self):
+    def data_failures(self) -> Iterator[Failure]:
         failures = list(self._path_failures())
         yield from failures
         if self.config.data.rows is not None:
@@ -282,26 +284,26 @@ class GPT(Task):
             tuple(fields),
         )
 
-    def data_digest(self):
+    def data_digest(self) -> str:
         return text.read_meta(self.config.data.path).tokenizer_sha256
 
-    def exported_tokenizer(self, folder):
+    def exported_tokenizer(self, folder: Path) -> Exported | None:
         return tokenizer_files.export(folder, sequence_length=self.shape.sequence_length)
 
-    def flops_per_row(self):
+    def flops_per_row(self) -> int | None:
         return self.units_per_row * gpt.flops_per_token(self.shape)
 
-    def num_parameters(self):
+    def num_parameters(self) -> int:
         return gpt.num_parameters(self.shape)
 
-    def baseline(self, train, heldout):
+    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str:
         del train, heldout
         folder = Path(self.config.data.path)
         seen, tokens = (text.predicted(folder, name) for name in text.ROLE_FILES)
         loss = text.unigram_loss(seen, tokens, self.shape.vocab_size)
         return f"a unigram model of the same tokens: {loss:.4f}"
 
-    def report(self, params, states, heldout):
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
         settings = self.config.sample
         if not settings.num_tokens:
             return "", None

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe import Model
 from jaxpipe.errors import Problem
 from models import resnet, validation
 from train.data import images
-from train.task import Task
+from train.data.stream import Examples, Unnumbered
+from train.task import PyTree, Task
 
 _ROWS = 256
 """Held-out images that are classified at once."""
@@ -46,23 +48,23 @@ class ResNet(Task):
         size = self.shape.image_size
         return size, size, self.shape.channels
 
-    def model(self, *, train: bool, axis: str | None = "stage"):
+    def model(self, *, train: bool, axis: str | None = "stage") -> Model:
         del axis
         return resnet.model(self.shape, train=train, metrics=True)
 
-    def init(self, rng):
+    def init(self, rng: jax.Array) -> PyTree:
         return resnet.init(self.shape, rng)
 
-    def init_states(self):
+    def init_states(self) -> tuple[PyTree, ...] | None:
         return resnet.init_state(self.shape) if self.shape.norm == "batch" else None
 
-    def row_shapes(self):
+    def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {
             "images": jax.ShapeDtypeStruct(self.image, jnp.float32),
             "labels": jax.ShapeDtypeStruct((), jnp.int32),
         }
 
-    def load(self):
+    def load(self) -> tuple[Examples | Unnumbered, Examples]:
         meta = images.read_meta(self.config.data.path)
         wanted = {"classes": self.shape.num_classes, "image": self.image}
         actual = {"classes": len(meta.classes), "image": tuple(meta.shape)}
@@ -75,14 +77,17 @@ class ResNet(Task):
             )
         return images.load(self.config.data.path)
 
-    def data_digest(self):
+    def data_digest(self) -> str:
         return images.read_meta(self.config.data.path).images_sha256
 
-    def baseline(self, train, heldout):
+    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str:
+        assert isinstance(train, images.Images)
+        assert isinstance(heldout, images.Images)
         accuracy = images.majority_accuracy(train.labels, heldout.labels)
         return f"always the most frequent class is right in {accuracy:.1%}"
 
-    def report(self, params, states, heldout):
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
+        assert isinstance(heldout, images.Images)
         logits = jax.jit(resnet.logits, static_argnums=0)
         guesses = []
         for start in range(0, len(heldout), _ROWS):

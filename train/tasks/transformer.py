@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpipe import Model
 from models import transformer, translate
 from train.config import Config
 from train.data import translation
-from train.task import Task, averaging, shared_counts
+from train.data.stream import Examples, Unnumbered
+from train.task import PyTree, Task, averaging, shared_counts
 
 _ROWS = 64
 """Sentences translated at once."""
@@ -34,24 +36,24 @@ class Transformer(Task):
         super().__init__(config)
         self.units_per_row = 2 * self.shape.sequence_length
 
-    def model(self, *, train: bool, axis: str | None = "stage"):
+    def model(self, *, train: bool, axis: str | None = "stage") -> Model:
         model = transformer.model(self.shape, **self.named_axes(axis))
         return averaging(model) if train else model
 
-    def shared(self, axis):
+    def shared(self, axis: str) -> dict[str, int]:
         return shared_counts(self.shape) if axis == "tensor" else {}
 
-    def init(self, rng):
+    def init(self, rng: jax.Array) -> PyTree:
         return transformer.init(self.shape, rng)
 
-    def row_shapes(self):
+    def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         length = self.shape.sequence_length
         return {
             "source": jax.ShapeDtypeStruct((length,), jnp.int32),
             "target": jax.ShapeDtypeStruct((length + 1,), jnp.int32),
         }
 
-    def load(self):
+    def load(self) -> tuple[Examples | Unnumbered, Examples]:
         folder, shape = self.config.data.path, self.shape
         meta = translation.read_meta(folder)
         longest = max(meta.source_length, meta.target_length)
@@ -65,22 +67,25 @@ class Transformer(Task):
         length = shape.sequence_length
         return translation.load(folder, source_length=length, target_length=length)
 
-    def data_digest(self):
+    def data_digest(self) -> str:
         return translation.read_meta(self.config.data.path).tokenizer_sha256
 
-    def baseline(self, train, heldout):
+    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str:
         del train
+        assert isinstance(heldout, translation.Pairs)
         return f"BLEU of copying the source: {_scores(translation.copy_bleu(heldout.pairs))}"
 
-    def report(self, params, states, heldout):
+    def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
         del states
+        assert isinstance(heldout, translation.Pairs)
         tokenizer = translation.load_tokenizer(self.config.data.path)
         length, written = self.shape.sequence_length, []
         for start in range(0, len(heldout), _ROWS):
             # The last few are translated twice rather than compiled anew.
             numbers = np.arange(start, start + _ROWS).clip(max=len(heldout) - 1)
             batch = heldout.read(numbers, np.zeros((len(numbers), 3), np.int64))
-            tokens = translate.greedy(self.shape, params, batch["source"], max_length=length)
+            source = jnp.asarray(batch["source"])
+            tokens = translate.greedy(self.shape, params, source, max_length=length)
             written += [translation.decode(tokenizer, row) for row in np.asarray(tokens).tolist()]
         written = written[: len(heldout)]
         path = self.config.folder / self.report_file

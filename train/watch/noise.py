@@ -24,7 +24,7 @@ from train.config import Config
 from train.errors import Failure
 
 if TYPE_CHECKING:
-    from train.step import Setup
+    from train.step import Key, Setup, TrainState
 
 RECORD = "noise"
 """The entry of a record in metrics.jsonl."""
@@ -121,11 +121,11 @@ def microbatch_norm(setup: Setup) -> jax.stages.Compiled:
     """
     number = setup.schedule.num_microbatches
 
-    def first(leaf):
+    def first(leaf: jax.Array) -> jax.Array:
         rows = leaf.reshape(-1, number, *leaf.shape[1:])
         return jnp.broadcast_to(rows[:, :1], rows.shape).reshape(leaf.shape)
 
-    def norm(state, batch, rng):
+    def norm(state: TrainState, batch: dict[str, jax.Array], rng: Key) -> jax.Array:
         batch = jax.tree.map(first, batch)
         batch = jax.lax.with_sharding_constraint(batch, setup.pipe.batch_sharding)
         _, grads = setup.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
