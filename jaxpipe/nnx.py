@@ -6,7 +6,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxpipe.runtime.filters import OVERWRITE, OVERWRITE_RULE
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.trees import form_of, is_sequence, mismatches, shapes_of
-from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, States, Tree
+from jaxpipe.runtime.types import Activation, Batch, Key, LayerParams, Params, Path, States, Tree
 from jaxpipe.schedule.problems import below_one, refuse
 
 _LOG = logging.getLogger(__name__)
@@ -404,8 +404,8 @@ class _Split:
 
     params: list[LayerParams]
     states: list[States]
-    in_layer: Callable[[Any, Any], bool]
-    outer: Any
+    in_layer: Callable[[Path, object], bool]
+    outer: Tree
 
 
 def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
@@ -414,7 +414,7 @@ def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
         raise ValueError(f"layers is a {type(layers).__name__}; give a sequence of modules.")
     if not layers:
         raise ValueError("layers is empty; a pipeline needs at least one.")
-    owned: dict[int, Any] = {}
+    owned: dict[int, nnx.Variable[Any]] = {}
     problems = []
     for n, part in enumerate(map(_checked, layers)):
         for path, leaf in _leaves(part):
@@ -438,7 +438,7 @@ def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
         problems.append("What layers share goes into params['shared'] of a jaxpipe.Model, by hand")
     refuse([f"{problem}." for problem in problems])
 
-    def in_layer(path: Any, leaf: Any) -> bool:
+    def in_layer(path: Path, leaf: object) -> bool:
         return id(leaf) in owned
 
     return _Split(
@@ -450,7 +450,11 @@ def _split(module: nnx.Module, layers: Sequence[nnx.Module]) -> _Split:
 
 
 def _leaves(
-    node: Any, path: str = "", *, without: Sequence[nnx.Module] = (), seen: set[int] | None = None
+    node: object,
+    path: str = "",
+    *,
+    without: Iterable[nnx.Module] = (),
+    seen: set[int] | None = None,
 ) -> Iterator[tuple[str, nnx.Variable[Any]]]:
     """Yields variables that a module reaches other than through some of its parts."""
     seen = {id(part) for part in without} if seen is None else seen
@@ -460,7 +464,7 @@ def _leaves(
     if isinstance(node, nnx.Variable):
         yield path, node
         return
-    children: Any = ()
+    children: Iterable[tuple[str, object]] = ()
     if isinstance(node, dict):
         children = ((f"[{key!r}]", child) for key, child in node.items())
     elif isinstance(node, list | tuple | nnx.List):
@@ -479,7 +483,7 @@ def _layer_functions(
     layers: Sequence[nnx.Module], method: Callable[..., Tree], train: bool, is_stateful: bool
 ) -> list[Callable[..., Tree]]:
     """Makes a function for each layer, as for `Model`; layers unlike only in arrays share one."""
-    kinds: list[tuple[Any, Callable[..., Tree]]] = []
+    kinds: list[tuple[object, Callable[..., Tree]]] = []
     functions = []
     for part in layers:
         graph, _ = nnx.split(part)
@@ -512,7 +516,7 @@ def _tell_difference(layers: Sequence[nnx.Module]) -> None:
         )
 
 
-def _attributes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _attributes(node: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yields by path what a module holds beside arrays, in its parts too, with their metadata."""
     values = node.get_metadata() if isinstance(node, nnx.Variable) else vars(node)
     for name, value in values.items():
@@ -524,7 +528,7 @@ def _attributes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _layer_function(
-    part: Any, method: Callable[..., Tree], train: bool, is_stateful: bool
+    part: nnx.Module, method: Callable[..., Tree], train: bool, is_stateful: bool
 ) -> Callable[..., Tree]:
     apply, _, _ = stateful(part, method=method)
 
@@ -572,6 +576,6 @@ def _stacked(trees: Sequence[Tree]) -> Tree:
     return jax.eval_shape(stack, trees) if abstract else stack(trees)
 
 
-def _like(state: Any, tree: Tree) -> Tree:
+def _like(state: Tree, tree: Tree) -> Tree:
     """Makes a state with the arrays of a plain dictionary."""
     return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree))

@@ -199,7 +199,7 @@ def assert_matches_unpipelined(
     return pipes
 
 
-def _no_cases(**given: Any) -> Iterator[str]:
+def _no_cases(**given: object) -> Iterator[str]:
     for name, cases in given.items():
         if isinstance(cases, (str, Mesh)) or not cases:
             yield f"{name} is {cases!r}; give at least one, in a list."

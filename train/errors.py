@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from jaxpipe.errors import ArgumentError, Problem, in_python, printable, shortened
 
@@ -69,7 +69,7 @@ def of_fp8(error: ArgumentError) -> Iterator[Failure]:
     """Yields what a pipeline refuses of weights that are to be quantized."""
     for problem in error.problems:
         if isinstance(problem, Problem) and problem.argument == "fp8":
-            patterns = ",".join(problem.value)
+            patterns = ",".join(cast(Sequence[str], problem.value))
             problem = dataclasses.replace(problem, value=patterns, nearest=(None,))
         yield _failure(problem, _field, "pipeline.fp8")
 

@@ -6,7 +6,8 @@ and the stage, the same for numpy's arrays and traced ones.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,7 +79,7 @@ class SteadyRows:
         entered: Integer,
         first: Integer = 0,
         fused: bool = False,
-        xp: Any,
+        xp: ModuleType,
     ) -> None:
         self.steady, self.entered, self.first, self.xp = steady, entered, first, xp
         self.kinds = steady.kinds(fused=fused)

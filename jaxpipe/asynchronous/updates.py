@@ -6,7 +6,7 @@ ends with an update, which runs in a loop of one trip or none: other ticks touch
 """
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from jaxpipe.runtime.types import (
     Gradients,
     Index,
     Leaves,
+    OptimizerState,
     OuterParams,
     Shapes,
     Stored,
@@ -328,7 +329,9 @@ class Updated(GradientSink):
         """The optimizer's step of one part, if its minibatch is complete."""
         versions, step = self.steady.num_versions, self.rules.optimizer.step
 
-        def body(through: tuple[Versions, list[Tree], Any]) -> tuple[Versions, list[Tree], Any]:
+        Through = tuple[Versions, list[Tree], OptimizerState]
+
+        def body(through: Through) -> Through:
             sums = self._sums(carried, name, update.minibatch)
             sums, (held, states, rest) = tie(sums, through)
             gradients = self._finished(fixed, sums, name)

@@ -188,7 +188,7 @@ class Checkpoints:
         state: OptimizerState,
         *,
         states: States = None,
-        data: Mapping[str, Any] | None = None,
+        data: Mapping[str, object] | None = None,
         loss: float | None = None,
     ) -> None:
         """Starts to save a training run; returns as soon as training may continue.
@@ -313,8 +313,8 @@ class Checkpoints:
         step: int,
         arrays: Tree,
         *,
-        data: Mapping[str, Any],
-        run: Mapping[str, Any] | None = None,
+        data: Mapping[str, object],
+        run: Mapping[str, object] | None = None,
         loss: float | None = None,
     ) -> None:
         """Starts to save arrays as they are; returns like `save`.
@@ -458,7 +458,7 @@ def _finish() -> None:
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
 
 
-def _require_json(argument: str, fields: Mapping[str, Any]) -> None:
+def _require_json(argument: str, fields: Mapping[str, object]) -> None:
     for name, value in fields.items():
         try:
             json.dumps({name: value})
@@ -483,7 +483,7 @@ def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Any]:
         return {name: _object(restored[name]) for name in items}
 
 
-def _object(saved: Any) -> dict[str, Any]:
+def _object(saved: object) -> dict[str, Any]:
     """Returns an item of a checkpoint if it is a dictionary, as all are; else raises TypeError."""
     if isinstance(saved, dict):
         return saved

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,8 +12,10 @@ from jax.experimental import multihost_utils
 _PATIENCE_SECONDS = 3600
 """Time that the other processes wait for work that process 0 does alone."""
 
+T = TypeVar("T")
 
-def from_first(make: Callable[[], Any]) -> Any:
+
+def from_first(make: Callable[[], T]) -> T:
     """Lets process 0 decide for all processes; every process must call it.
 
     Args:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 
@@ -196,7 +196,7 @@ def _verify_step_metadata(folder: Path, items: set[str]) -> None:
         raise DamagedError(f"{_STEP_METADATA} names {sorted(named)}, and there are {sorted(items)}")
 
 
-def _problem(folder: Path, name: str, expected: Any) -> str | None:
+def _problem(folder: Path, name: str, expected: object) -> str | None:
     checksum, size = expected if isinstance(expected, list) else (expected, None)
     try:
         # Another size is enough to tell, and a device has no end to be read to.

@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 from jaxpipe.files import read_bytes
 from jaxpipe.planning.sizes import ModelSizes
@@ -34,7 +33,7 @@ _MAX_SLOTS = 250_000_000
 """Ticks times what one stage keeps in flight: a table of 1 GB."""
 
 
-def spell(argument: str, value: Any) -> str:
+def spell(argument: str, value: object) -> str:
     """Writes an argument as the command line has it: the schedule's name, or an option."""
     if argument in ("name", "method", "schedule"):
         return shown(value)

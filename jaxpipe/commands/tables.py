@@ -321,7 +321,7 @@ def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[s
         print(f"{name} does not fit: {reason}")
 
 
-def _instead(**given: Any) -> list[Problem]:
+def _instead(**given: object) -> list[Problem]:
     """Lists the options that --layer-model replaces, or does not go with."""
     others = {"layer_model": None}
     return [

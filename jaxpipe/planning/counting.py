@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -305,7 +305,7 @@ class _Program:
     def __init__(self, eqns: Eqns, outputs: Iterable[Atom], weights: Mapping[Atom, int]) -> None:
         self.eqns, self.outputs = eqns, [v for v in outputs if jaxprs.is_var(v)]
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
-        self.weights, self.casts = weights, dict[tuple[Atom, Any], Atom]()
+        self.weights, self.casts = weights, dict[tuple[Atom, object], Atom]()
         wanted = list(self.outputs)
         for eqn in eqns:
             if not _fuses(eqn):

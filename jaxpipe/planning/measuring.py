@@ -5,7 +5,6 @@ cores of the machine.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.planning.devices import Peaks
 from jaxpipe.runtime.measure import run_seconds
+from jaxpipe.runtime.types import Tree
 
 _AXIS = "devices"
 _SHORT = 2**12
@@ -50,7 +50,7 @@ def peaks(devices: Sequence[jax.Device]) -> Peaks:
     )
 
 
-def _everywhere(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
+def _everywhere(function: Callable[..., Tree], mesh: Mesh) -> jax.stages.Wrapped:
     """A function that every device computes, of the same values."""
     on_devices = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return jax.jit(on_devices, keep_unused=True)

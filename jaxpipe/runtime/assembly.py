@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -231,7 +231,7 @@ def refusing_derivatives(run: Callable[..., Tree], refusal: str) -> Callable[...
     """``run``, which raises ValueError when it is differentiated."""
     guarded = jax.custom_jvp(run)
 
-    def refuse(primals: Tree, tangents: Tree) -> Any:
+    def refuse(primals: Tree, tangents: Tree) -> NoReturn:
         raise ValueError(refusal)
 
     guarded.defjvp(refuse)

@@ -3,13 +3,13 @@
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.trees import describe, describe_leaf, divide, is_sequence, shape_of
-from jaxpipe.runtime.types import Params
+from jaxpipe.runtime.types import Params, Path
 
 Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], bool]
 """Patterns of paths such as ``"layers/*/lora_*"``, in which ``*`` stands for any text, or
@@ -54,7 +54,7 @@ def choose(params: Params, chosen: Filter) -> Params:
     )
 
 
-def is_chosen(name: str, leaf: Any, chosen: Filter) -> bool:
+def is_chosen(name: str, leaf: jax.ShapeDtypeStruct, chosen: Filter) -> bool:
     """Whether a filter chooses the parameter of that path."""
     if callable(chosen):
         return bool(chosen(name, leaf))
@@ -127,18 +127,19 @@ def overwritten(name: str, tree: Params) -> Iterator[str]:
         )
 
 
-def name_of(path: Any) -> str:
+def name_of(path: Path) -> str:
     """A path as filters see it."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _patterns(chosen: Any) -> Sequence[str]:
+def _patterns(chosen: str | Sequence[str]) -> Sequence[str]:
     return [chosen] if isinstance(chosen, str) else list(chosen)
 
 
-def _are_patterns(chosen: Any) -> bool:
-    is_sequence = isinstance(chosen, (str, list, tuple))
-    return is_sequence and all(isinstance(pattern, str) for pattern in chosen)
+def _are_patterns(chosen: object) -> bool:
+    if not isinstance(chosen, (str, list, tuple)):
+        return False
+    return all(isinstance(pattern, str) for pattern in chosen)
 
 
 def _examples(names: Sequence[str]) -> str:

@@ -4,11 +4,12 @@ Scales are powers of two, so that multiplying by them rounds nothing. They are c
 the tensor itself, not from earlier steps, so that there is no state to keep.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 """Dtype of weights and activations: 3 bits of mantissa, at most 448."""
@@ -29,11 +30,11 @@ class Quantized(NamedTuple):
     values: jax.Array
     scale: jax.Array
 
-    def widened(self, dtype: Any) -> jax.Array:
+    def widened(self, dtype: DTypeLike) -> jax.Array:
         return self.values.astype(dtype) * self.scale.astype(dtype)
 
 
-def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
+def scale_for(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Finds the scale of tensors from the largest of their absolute values, which becomes 3/4 to
     3/2 of the dtype's largest power of two: nothing overflows."""
     wide = jnp.maximum(largest.astype(jnp.float32), _SMALLEST)
@@ -41,13 +42,13 @@ def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
     return lax.reduce_precision(share, exponent_bits=8, mantissa_bits=0)
 
 
-def rounded_to(x: jax.Array, dtype: Any, scale: jax.Array) -> jax.Array:
+def rounded_to(x: jax.Array, dtype: DTypeLike, scale: jax.Array) -> jax.Array:
     """Rounds ``x / scale``; a scale with dimensions belongs to the first ones of x."""
     scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
     return (x.astype(jnp.float32) / scale).astype(dtype)
 
 
-def quantize(x: jax.Array, dtype: Any) -> Quantized:
+def quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
     """Quantizes a tensor with its current scale.
 
     Example:

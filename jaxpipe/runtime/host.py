@@ -42,7 +42,7 @@ def on_host(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
     return OnHost(optimizer.init, optimizer.update)
 
 
-def problems(name: str, value: Any, mesh: Mesh) -> list[Problem]:
+def problems(name: str, value: object, mesh: Mesh) -> list[Problem]:
     """Why devices cannot do what an argument wants, which is to keep something on their host."""
     device, kinds = mesh.devices.flat[0], _memories(mesh.devices.flat)
     # Devices that programs are only compiled for name no memory at all.

@@ -232,7 +232,7 @@ def _no_part(name: str, size: int, of: str, whole: int) -> Iterator[Problem]:
         yield Problem(name, size, f"does not divide {of}={whole}", nearest)
 
 
-def _no_devices(given: list[Any]) -> Iterator[Problem]:
+def _no_devices(given: list[object]) -> Iterator[Problem]:
     """Says that there are no devices, or other things, or one device twice."""
     are_devices = all(hasattr(device, "platform") for device in given)
     if not (given and are_devices and len(set(given)) == len(given)):

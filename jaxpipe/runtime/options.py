@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class Options:
         """Whether layers read some weights in narrower dtypes than those of the parameters."""
         return self.compute_dtype is not None or self.fp8 != ()
 
-    def dtype_of(self, path: str, leaf: jax.ShapeDtypeStruct) -> Any:
+    def dtype_of(self, path: str, leaf: jax.ShapeDtypeStruct) -> jnp.dtype:
         """The dtype in which layers read a parameter of theirs; those in `E4M3` have scales."""
         if filters.is_chosen(path, leaf, self.full_precision):
             return leaf.dtype
@@ -142,12 +142,12 @@ class Arguments(TypedDict, total=False):
     poison: bool
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """Whether a value is a whole number; True, which equals 1, is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_wider(leaf: jax.ShapeDtypeStruct, narrow: Any) -> bool:
+def is_wider(leaf: jax.ShapeDtypeStruct, narrow: jnp.dtype) -> bool:
     """Whether a parameter would be rounded."""
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     return is_float and leaf.dtype.itemsize > narrow.itemsize

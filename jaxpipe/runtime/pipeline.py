@@ -304,7 +304,7 @@ class Pipeline(Assembly):
 
     def train_step(
         self, optimizer: optax.GradientTransformation, *, update: str = "step"
-    ) -> Callable[..., tuple[Any, Placed, OptimizerState]]:
+    ) -> Callable[..., tuple[Tree, Placed, OptimizerState]]:
         """A whole training step, jitted: ``step(params, state, batch, rng=None, states=None)``.
 
         The step donates parameters, optimizer state and states, compiles once, and keeps all
@@ -335,7 +335,7 @@ class Pipeline(Assembly):
 
     def value_and_grad(
         self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None
-    ) -> tuple[Any, Gradients]:
+    ) -> tuple[Tree, Gradients]:
         """Computes loss and gradients of a batch.
 
         Args:
@@ -362,7 +362,7 @@ class Pipeline(Assembly):
         step = self.run_step(placed, batch, rng, states)
         return losses.with_aux(step.value, step.states), step.gradients
 
-    def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Any:
+    def loss(self, placed: Placed, batch: Batch, rng: Key = None, *, states: States = None) -> Tree:
         """Computes the loss, or ``(loss, metrics)``, from the schedule's forwards alone.
 
         Arguments as for `value_and_grad`. ``jax.value_and_grad(pipe.loss)`` gives the same loss and
@@ -439,7 +439,7 @@ def _loss(pipe: Assembly, *args: Tree) -> Tree:
         of_batch = jax.tree.unflatten(structure, [found.get(n) for n in range(len(leaves))])
         return step.value, (step.gradients, of_batch)
 
-    def backward(gradients: tuple[Gradients, Batch], cotangents: Tree) -> tuple[Any, ...]:
+    def backward(gradients: tuple[Gradients, Batch], cotangents: Tree) -> tuple[Tree, ...]:
         of_loss, *of_metrics = jax.tree.leaves(cotangents)
         if not all(isinstance(cotangent, SymbolicZero) for cotangent in of_metrics):
             raise ValueError(_METRICS)
@@ -493,7 +493,7 @@ def named_schedule(
         return None, [error.text(_spell)]
 
 
-def _spell(argument: str, value: Any) -> str:
+def _spell(argument: str, value: object) -> str:
     """`Pipeline` calls the name ``schedule``, and its stages are those of the mesh."""
     names = {"name": "schedule", "num_stages": "mesh's stage"}
     return in_python(names.get(argument, argument.removeprefix("num_")), value)

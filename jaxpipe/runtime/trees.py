@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxpipe.runtime.types import Shapes, Tree
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct | None:
+def shape_of(leaf: object) -> jax.ShapeDtypeStruct | None:
     """Shape and dtype of a leaf as JAX would hold it; None if it is not an array."""
     try:
         return jax.eval_shape(lambda array: array, leaf)
@@ -29,7 +29,7 @@ def bare_shapes(tree: Tree) -> Shapes:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def form_of(tree: Tree) -> tuple[Any, ...]:
+def form_of(tree: Tree) -> tuple[object, ...]:
     """A key that is equal for trees of the same structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(bare_shapes(tree))
     return structure, *leaves
@@ -80,7 +80,7 @@ def combine(tree: Tree, others: Tree) -> Tree:
     )
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which gradients of this dtype are summed: float32 for narrower floats.
 
     A sum in bfloat16 no longer grows by a gradient below a 256th of it.
@@ -99,7 +99,7 @@ def rounded(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda leaf, w: w.astype(leaf.dtype), like, tree)
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None
 
 
@@ -108,7 +108,7 @@ def describe(tree: Tree) -> str:
     return str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{list(leaf.shape)}"), tree))
 
 
-def describe_leaf(leaf: Any) -> str:
+def describe_leaf(leaf: object) -> str:
     """A leaf in words, whether it is an array or not."""
     shape = shape_of(leaf)
     if shape is not None:
@@ -196,7 +196,7 @@ def elsewhere(mesh: Mesh, **trees: Tree) -> Iterator[str]:
             elif isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
                 continue
             elif leaf.committed and leaf.sharding.device_set != devices:
-                found: Any = leaf.sharding.device_set
+                found: set[jax.Device] = leaf.sharding.device_set
                 numbers = sorted(device.id for device in found)
                 yield (
                     f"{at} has been put on the devices {numbers}, and not on all {len(devices)} of "

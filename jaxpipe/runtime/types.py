@@ -46,6 +46,8 @@ At: TypeAlias = tuple[Index, Index, Index]
 """A layer or a piece: its stage, its chunk there, its number within the chunk."""
 Span: TypeAlias = tuple[Index, Index, Index]
 """Layers of a chunk: the chunk, the first one, one past the last."""
+Dim: TypeAlias = str | tuple[str, ...] | None
+"""The mesh axes over which a dimension is split, as of a `jax.sharding.PartitionSpec`."""
 Path: TypeAlias = tuple[Any, ...]
 """The path of a leaf in a tree, one key per level; jax has a class for every kind of key."""
 Unit: TypeAlias = str | int

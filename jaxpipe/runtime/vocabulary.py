@@ -14,7 +14,7 @@ Dimension suffixes: N tokens, E width, V rows of the local slice.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +172,7 @@ _sum_replicated.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(head: _Head, *arrays: Any) -> Array:
+def _cross_entropy(head: _Head, *arrays: Array) -> Array:
     return _cross_entropy_forward(head, *arrays)[0]
 
 
@@ -229,7 +229,7 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    head: _Head, residuals: Any, cotangent: Array
+    head: _Head, residuals: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
     dlogits_NV, x_NE, table_VE, bias_V, scale = residuals
     if head.sequence_axis is not None:  # along which cotangents are partial

@@ -359,7 +359,7 @@ def _named(name: str, problem: Problem | str) -> Problem | str:
     return dataclasses.replace(problem, schedule=name)
 
 
-def _spell(argument: str, value: Any) -> str:
+def _spell(argument: str, value: object) -> str:
     """Writes an argument as `build` names it, without the ``num_`` of functions that it calls."""
     return in_python(argument.removeprefix("num_"), value)
 

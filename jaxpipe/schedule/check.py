@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import string
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from jaxpipe.schedule.actions import (
     HELD,
@@ -477,7 +476,7 @@ def _message(
 def _wrong_types(schedule: Schedule) -> Iterator[str]:
     """Finds the values in a schedule that have the wrong type; in every row, only the first."""
 
-    def is_row(value: Any, *kinds: type) -> bool:
+    def is_row(value: object, *kinds: type) -> bool:
         return isinstance(value, (tuple, list)) and all(isinstance(item, kinds) for item in value)
 
     placement, m, k = schedule.placement, schedule.num_microbatches, schedule.num_slices
@@ -505,7 +504,7 @@ def _wrong_types(schedule: Schedule) -> Iterator[str]:
             yield f"{what} is {type(value).__name__}, and must be {expected}."
 
 
-def _is_action(value: Any) -> bool:
+def _is_action(value: object) -> bool:
     return (
         isinstance(value, Action)
         and isinstance(value.kind, Kind)

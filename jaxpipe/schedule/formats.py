@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.check import ScheduleError, validate
@@ -33,6 +33,7 @@ _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 # Nine digits: more than any schedule needs, and quick to convert.
 _CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+_Options: TypeAlias = Mapping[str, object]
 _MAX_BYTES = 20_000_000
 """Largest size of a file: about three million actions, more than any program could run."""
 _COMMUNICATION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])[0-9]*")
@@ -196,7 +197,7 @@ def _cell(action: Action) -> str:
     return f"{action.virtual_stage}{_LETTERS[action.kind]}{action.microbatch}"
 
 
-def to_json(schedule: Schedule) -> dict[str, Any]:
+def to_json(schedule: Schedule) -> dict[str, object]:
     """Writes the fields of a schedule as an object that JSON can hold.
 
     An order is one text for each stage.
@@ -273,7 +274,7 @@ def load(
     *,
     num_stages: int | None = None,
     num_microbatches: int | None = None,
-    clock: Mapping[str, Any] | None = None,
+    clock: _Options | None = None,
     **options: Any,
 ) -> Schedule:
     """Loads and validates a user's schedule, by a name and with options as of `catalog.build`.
@@ -303,7 +304,7 @@ def load(
 
 
 def _load_function(
-    name: str, stages: int, microbatches: int, clock: Mapping[str, Any], options: Mapping[str, Any]
+    name: str, stages: int, microbatches: int, clock: _Options, options: _Options
 ) -> Schedule:
     """Calls the function of a name, with the costs for which it has parameters."""
     function = _function(name)

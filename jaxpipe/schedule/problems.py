@@ -8,9 +8,8 @@ import dataclasses
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Template
-from typing import Any
 
-Spell = Callable[[str, Any], str]
+Spell = Callable[[str, object], str]
 """Writes an argument with its value as a surface does; only its name if the value is None."""
 
 _LONGEST = 200
@@ -22,7 +21,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 50]}...{text[-47:]}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Writes a value: text in quotes, anything else as it prints; long ones shortened."""
     return shortened(repr(value) if isinstance(value, str) else str(value))
 
@@ -38,7 +37,7 @@ def printable(text: str) -> str:
     return "".join(escaped)
 
 
-def in_python(argument: str, value: Any) -> str:
+def in_python(argument: str, value: object) -> str:
     """Writes an argument as a keyword of the function that was called."""
     return argument if value is None else f"{argument}={shown(value)}"
 
@@ -65,10 +64,10 @@ class Problem:
     """
 
     argument: str
-    value: Any
+    value: object
     rule: str
-    nearest: Sequence[Any] | Mapping[str, Any] = ()
-    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nearest: Sequence[object] | Mapping[str, object] = ()
+    others: Mapping[str, object] = dataclasses.field(default_factory=dict)
     schedule: str | None = None
     note: str = ""
 

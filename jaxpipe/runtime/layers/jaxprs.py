@@ -246,7 +246,7 @@ def collectives(jaxpr: Jaxpr, path: tuple[str, ...] = ()) -> Iterator[Collective
             yield from collectives(inner, (*path, params.get("name", name)))
 
 
-def _is_program(param: Any) -> bool:
+def _is_program(param: object) -> bool:
     return isinstance(param, (core.Jaxpr, core.ClosedJaxpr, tuple)) and (
         not isinstance(param, tuple) or any(map(_is_program, param))
     )

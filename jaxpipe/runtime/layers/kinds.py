@@ -6,7 +6,6 @@ are alike has one kind and pays nothing for the others.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +80,10 @@ def sort_layers(
       frozen: for every layer as of `split_layer`.
       num_slices: of a sequence; x is one of them.
     """
-    seen: dict[Any, int] = {}
+    seen: dict[object, int] = {}
     kinds: list[LayerKind] = []
     kind_of: list[int] = []
-    activations: dict[Any, Activation] = {}
+    activations: dict[object, Activation] = {}
 
     def number(activation: Activation, layer: int) -> int:
         _check_activation(activation, layer)

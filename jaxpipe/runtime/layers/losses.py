@@ -5,11 +5,11 @@
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.trees import describe
@@ -133,7 +133,7 @@ def cotangent_of_layer(result: Tree, scale: float) -> Tree:
     return scaled, jax.tree.map(lambda leaf: np.zeros(leaf.shape, _tangent_dtype(leaf)), metrics)
 
 
-def _tangent_dtype(leaf: Any) -> Tree:
+def _tangent_dtype(leaf: jax.Array) -> DTypeLike:
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jax.dtypes.float0
 
 
@@ -221,7 +221,7 @@ def divisor(weight: Tree) -> Tree:
     return weight + (weight == 0)
 
 
-def _has_rule(node: Any) -> bool:
+def _has_rule(node: object) -> bool:
     return isinstance(node, (Weighted, Sum))
 
 

@@ -105,7 +105,7 @@ class Model:
 
     embed: Callable[[OuterParams, Batch, Key], Activation]
     layer: Any  # a function or a tuple of them; only the model's author knows which
-    head_loss: Callable[[OuterParams, Activation, Batch, Key], Any]
+    head_loss: Callable[[OuterParams, Activation, Batch, Key], Tree]
     stage_split: Tree = None
     axes: tuple[str, ...] = ()
     axis_split: Tree = None

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe.runtime.indices import start_at
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import sum_dtype
-from jaxpipe.runtime.types import Index, Leaves, Shapes, Shardings, Tree
+from jaxpipe.runtime.types import Dim, Index, Leaves, Shapes, Shardings, Tree
 from jaxpipe.schedule.lowering.transfers import SMALLEST_SHARE, dividing_shares
 
 # Parts of an array.
@@ -205,7 +205,7 @@ class Leaf:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jnp.dtype
     stage_dim: int | None
     data_dim: int | None
     data_parts: int = 1
@@ -381,7 +381,7 @@ def _compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
     `jax.jit` takes an array whose sharding is only written differently for a new kind of argument.
     """
 
-    def without_singles(dim: Any) -> Any:
+    def without_singles(dim: Dim) -> Dim:
         names = (dim,) if isinstance(dim, str) else dim or ()
         kept = tuple(name for name in names if mesh.shape[name] > 1)
         return kept[0] if len(kept) == 1 else kept or None

@@ -9,8 +9,7 @@ keep it, and a pipeline refuses trees in an order that is not its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -66,7 +65,7 @@ def _named(layers: tuple[int, ...]) -> str:
     return f"layers {', '.join(held[:_MOST_LAYERS])}{more}" if held else "no layers"
 
 
-class Placed(Mapping[str, Any]):
+class Placed(Mapping[str, Tree]):
     """Parameters, or what is shaped like them, as they lie on the devices.
 
     It is a mapping of "layers", "embed", "head" and the like to trees of arrays, and a pytree whose
@@ -77,10 +76,10 @@ class Placed(Mapping[str, Any]):
       order: the order in which stages hold the layers of ``parts["layers"]``.
     """
 
-    def __init__(self, parts: Mapping[str, Any], order: Order) -> None:
+    def __init__(self, parts: Mapping[str, Tree], order: Order) -> None:
         self._parts, self.order = dict(parts), order
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Tree:
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -89,19 +88,19 @@ class Placed(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._parts)
 
-    def __or__(self, other: Mapping[str, Any]) -> Placed:
+    def __or__(self, other: Mapping[str, Tree]) -> Placed:
         return Placed({**self._parts, **other}, self.order)
 
     def __repr__(self) -> str:
         return f"Placed({self._parts!r})"
 
 
-def _flatten(placed: Placed) -> tuple[list[tuple[DictKey, Any]], tuple[tuple[str, ...], Order]]:
+def _flatten(placed: Placed) -> tuple[list[tuple[DictKey, Tree]], tuple[tuple[str, ...], Order]]:
     names = tuple(sorted(placed))
     return [(DictKey(name), placed[name]) for name in names], (names, placed.order)
 
 
-def _unflatten(structure: tuple[tuple[str, ...], Order], parts: Any) -> Placed:
+def _unflatten(structure: tuple[tuple[str, ...], Order], parts: Iterable[Tree]) -> Placed:
     names, order = structure
     return Placed(dict(zip(names, parts, strict=True)), order)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Sharding
+from jax.typing import ArrayLike
 
 from jaxpipe.runtime import checks, host
 from jaxpipe.runtime.layout.leaf import MeshLayout
@@ -101,7 +102,7 @@ class Placing:
         if structures[0] != structures[1]:
             return tree  # which is refused where it is compared
 
-        def settle(leaf: Any, expected: jax.ShapeDtypeStruct) -> Any:
+        def settle(leaf: object, expected: jax.ShapeDtypeStruct) -> object:
             is_abstract = isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
             if is_abstract or (isinstance(leaf, jax.Array) and _is_settled(leaf)):
                 return leaf
@@ -215,7 +216,7 @@ def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
 def _spread(tree: Tree, shardings: Shardings) -> Tree:
     """Splits every array of a tree as its sharding says, before a program needs it whole."""
 
-    def spread(leaf: Any, sharding: Sharding) -> jax.Array:
+    def spread(leaf: ArrayLike, sharding: Sharding) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(leaf, sharding)
         if isinstance(leaf, jax.Array) and (

@@ -16,7 +16,7 @@ from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.leaf import AxisSplit, Leaf
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.trees import describe_leaf, is_sequence
-from jaxpipe.runtime.types import Params, Path, Tree
+from jaxpipe.runtime.types import Dim, Params, Path, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,5 +186,5 @@ def _spec(spec: P | Joined) -> P:
     return spec.spec if isinstance(spec, Joined) else spec
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def _names(entry: Dim) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

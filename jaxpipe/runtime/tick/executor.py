@@ -11,7 +11,7 @@ tell its loops apart.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +194,10 @@ def run_ticks(
     return value, carried, states_of_stages(fixed.setup, average(carried.states, fixed.axes))
 
 
+_Turn = tuple[Index, Carried]
+"""The number of the next row, and what rows carry."""
+
+
 def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
     """Runs the rows: ticks with equal parts have a body, and those in a row are a loop.
 
@@ -210,10 +214,10 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
                 carried, _ = lax.scan(lambda *now, step=step: (step(*now), None), carried, own)
         return carried
 
-    def run_round(through: tuple[Index, Carried], counts: jax.Array) -> tuple[Any, None]:
+    def run_round(through: _Turn, counts: jax.Array) -> tuple[_Turn, None]:
         for parts, step, count in zip(found, steps, counts, strict=True):
 
-            def one(_: Index, through: Any, step: Any = step) -> tuple[Index, Carried]:
+            def one(_: Index, through: _Turn, step: Callable[..., Carried] = step) -> _Turn:
                 number, carried = through
                 row = jax.tree.map(lambda column: column[number], rows)
                 return number + 1, step(carried, row)

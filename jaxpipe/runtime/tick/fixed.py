@@ -366,14 +366,14 @@ class Carried:
         they came from; none between ticks.
     """
 
-    weights: Any
+    weights: Arrays
     inboxes: dict[str, Message]
     residuals: dict[str, list[jax.Array]]
     sent: dict[Kind, Message]
     gradients: Arrays
     outer_gradients: Gradients
     shared_gradients: Gradients
-    finished: Any
+    finished: Arrays
     collected: Tree
     layer_losses: Tree
     states: States

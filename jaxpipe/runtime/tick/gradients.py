@@ -1,7 +1,5 @@
 """Gradients `Summed` over microbatches, and reduced over data chunk by chunk."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +22,9 @@ from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Shapes, Stored, Tree
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.lowering.table import Transfer
+
+_Moved = tuple[Arrays, Stored]
+"""Arrays, and what was taken from them or put into them."""
 
 
 class Summed(GradientSink):
@@ -57,7 +58,7 @@ class Summed(GradientSink):
 
     @jax.named_scope("reduce")
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:
-        def body(chunk: Index, number: Index, sums_and_reduced: Any) -> Any:
+        def body(chunk: Index, number: Index, sums_and_reduced: _Moved) -> _Moved:
             sums, reduced = sums_and_reduced
             at = fixed.stage, chunk, number
             total = fixed.params.read(sums, self._sums_at(fixed, at, transfer.slot))
@@ -90,7 +91,7 @@ class Summed(GradientSink):
         empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.summed.struct()), leaves)
 
         def take(sums: Arrays, moved: MovedPiece) -> tuple[Arrays, Stored]:
-            def body(chunk: Index, number: Index, sums: Arrays, _: Stored) -> Any:
+            def body(chunk: Index, number: Index, sums: Arrays, _: Stored) -> _Moved:
                 at = fixed.stage, chunk, number
                 total = params.read(sums, self._sums_at(fixed, at, slot, moved.share))
                 return self._cleared(fixed, at, slot, moved.share, sums, total), total
@@ -110,7 +111,7 @@ class Summed(GradientSink):
     @jax.named_scope("store_reduced")
     def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
         def put(arrays: Arrays, moved: MovedPiece, shards: Stored) -> Arrays:
-            def body(chunk: Index, number: Index, arrays: Arrays, shards: Stored) -> Any:
+            def body(chunk: Index, number: Index, arrays: Arrays, shards: Stored) -> _Moved:
                 at = fixed.stage, chunk, number
                 return self._put(fixed, at, moved.share, arrays, shards), shards
 

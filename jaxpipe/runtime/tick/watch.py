@@ -7,7 +7,7 @@ Where an action of a layer makes one from finite values, the device calls the ho
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ class Watch:
         leaves, structure = jax.tree.flatten(args)
         is_key = [jnp.issubdtype(w.dtype, jax.dtypes.prng_key) for w in leaves]
 
-        def note(told: np.ndarray, *arrays: Any) -> None:
+        def note(told: np.ndarray, *arrays: np.ndarray) -> None:
             stage, chunk, layer, microbatch, shard, was_given = np.asarray(told).tolist()
             args = jax.tree.unflatten(structure, map(np.asarray, arrays))
             place = stage, chunk, layer, microbatch, shard

@@ -10,7 +10,7 @@ given whole arrays, which are gathered where it first needs them.
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -346,7 +346,7 @@ _ELEMENTWISE = {
     *("square", "stop_gradient", "sub", "tan", "tanh", "xor"),
 }
 
-_REDUCTIONS: dict[str, tuple[Any, Any, Any]] = {
+_REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], float]] = {
     "reduce_sum": (lambda part: jnp.sum(part, dtype=part.dtype), lax.psum, 0),
     "reduce_max": (jnp.max, lax.pmax, -jnp.inf),
     "reduce_min": (jnp.min, lax.pmin, jnp.inf),

@@ -252,7 +252,7 @@ class _Checked:
     `optax.inject_hyperparams`, do not compile it again."""
 
     def __init__(
-        self, jitted: Any, pipe: Assembly, optimizer: optax.GradientTransformation
+        self, jitted: jax.stages.Wrapped, pipe: Assembly, optimizer: optax.GradientTransformation
     ) -> None:
         self._jitted, self._pipe, self._optimizer = jitted, pipe, optimizer
         functools.update_wrapper(self, jitted)

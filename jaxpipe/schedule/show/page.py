@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.draw import exchanges
@@ -37,7 +36,7 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _schedule(clocks: Sequence[Timeline]) -> dict[str, Any]:
+def _schedule(clocks: Sequence[Timeline]) -> dict[str, object]:
     free, schedule = clocks[0], clocks[0].schedule
     actions = {timed.action for row in free.rows for timed in row}
     colors = {
@@ -54,7 +53,7 @@ def _schedule(clocks: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def _timeline(timeline: Timeline) -> dict[str, Any]:
+def _timeline(timeline: Timeline) -> dict[str, object]:
     """Writes rows of plain values: for some 100,000 parts of a page, names would be too long."""
     memory = [
         [(time, timeline.in_full_stages(count)) for time, count in in_flight(row)]
@@ -75,7 +74,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _part(part: TimedAction, timeline: Timeline) -> tuple[Any, ...]:
+def _part(part: TimedAction, timeline: Timeline) -> tuple[object, ...]:
     action, kind = part.action, part.action.kind.value
     place = action.virtual_stage, draw.chunk_of(action, timeline), action.microbatch
     return str(action), kind, *place, part.start, part.end, part.tick

@@ -2,13 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from jaxpipe.schedule.show.draw import chunk_of, exchanges
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight
 
 
-def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
+def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, object]:
     """Writes timelines in the Trace Event Format: one process for each, in which every stage has a
     thread and a memory counter.
 
@@ -29,7 +28,7 @@ def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
       [('0F0', 0.0), ('0B0', 1000.0), ('0W0', 2000.0)]
     """
     numbers, unit = itertools.count(), 1e6 * unit_seconds
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for process, timeline in enumerate(timelines):
         events += _process(timeline, process, unit, numbers)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -37,7 +36,7 @@ def trace(*timelines: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
 
 def _process(
     timeline: Timeline, process: int, unit: float, numbers: Iterator[int]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yields the events of one timeline, with a unit in microseconds; arrows take numbers."""
     name = f"{timeline.schedule.name}, {timeline.clock}"
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
@@ -60,7 +59,7 @@ def _process(
 
 def _complete(
     part: TimedAction, timeline: Timeline, thread: dict[str, int], unit: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "ph": "X",
         "name": str(part.action),
@@ -76,7 +75,7 @@ def _complete(
     }
 
 
-def _arrows(timeline: Timeline, unit: float, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _arrows(timeline: Timeline, unit: float, numbers: Iterator[int]) -> Iterator[dict[str, object]]:
     """Yields both ends of every arrow, in the middle of the actions that viewers attach them to."""
     ends = {(d, part.end): part for d, row in enumerate(timeline.rows) for part in row}
     starts = {(d, part.start): part for d, row in enumerate(timeline.rows) for part in row}
