@@ -29,7 +29,7 @@ _OTHER = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
 
 def functional(
     module: nnx.Module, *, method: Callable[..., Tree] | None = None
-) -> tuple[Callable[..., Tree], Params]:
+) -> tuple[Callable[..., Tree], LayerParams]:
     """Splits a module into a pure function and its parameters.
 
     Args:
@@ -65,7 +65,7 @@ def functional(
         )
     apply_stateful, params, _ = stateful(module, method=method)
 
-    def apply(params: Params, *args: Tree, rng: Key = None) -> Tree:
+    def apply(params: LayerParams, *args: Tree, rng: Key = None) -> Tree:
         return apply_stateful(params, {}, *args, rng=rng)[0]
 
     return apply, params
@@ -73,7 +73,7 @@ def functional(
 
 def stateful(
     module: nnx.Module, *, method: Callable[..., Tree] | None = None
-) -> tuple[Callable[..., Tree], Params, States]:
+) -> tuple[Callable[..., Tree], LayerParams, States]:
     """Splits a module that keeps running statistics into a pure function and two trees.
 
     Args:
@@ -103,7 +103,7 @@ def stateful(
     params_tree, state_tree = jax.tree.structure(param_state), jax.tree.structure(other_state)
 
     def apply(
-        params: Params, state: States, *args: Tree, rng: Key = None, train: bool = True
+        params: LayerParams, state: States, *args: Tree, rng: Key = None, train: bool = True
     ) -> tuple[Tree, States]:
         merged = nnx.merge(
             graphs[train, rng is None],
@@ -139,7 +139,7 @@ def axis_split(module: nnx.Module) -> Tree:
 
 def stack(
     make_module: Callable[[nnx.Rngs], nnx.Module], *, num_layers: int, rngs: nnx.Rngs
-) -> tuple[Callable[..., Tree], Params]:
+) -> tuple[Callable[..., Tree], LayerParams]:
     """Makes equal layers, stacked for ``params["layers"]``.
 
     Each layer draws its own initial values. Works under `jax.jit` and `jax.eval_shape`.
@@ -166,7 +166,7 @@ def stack(
     refuse(below_one(num_layers=num_layers))
     apply, _ = functional(nnx.eval_shape(lambda: _checked(make_module(nnx.Rngs(0)))))
 
-    def initial(key: jax.Array) -> Params:
+    def initial(key: jax.Array) -> LayerParams:
         return functional(make_module(nnx.Rngs(key)))[1]
 
     return apply, jax.vmap(initial)(jax.random.split(rngs.params(), num_layers))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpipe.runtime.types import Index, Tree
+from jaxpipe.runtime.types import Flag, Index, Tree
 
 Carry = TypeVar("Carry")
 
@@ -42,7 +42,7 @@ def tie_to_smallest(read: Tree, carried: Tree) -> tuple[Tree, Tree]:
     return read, jax.tree.unflatten(tree, arrays)
 
 
-def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
+def run_if(condition: Flag, body: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """``body(carry)`` if the condition holds, ``carry`` if not, as a loop of one trip or none.
 
     XLA copies every buffer that passes through a ``cond``; a loop aliases its carry in place. The
@@ -59,7 +59,7 @@ def run_if(condition: Index, body: Callable[[Carry], Carry], carry: Carry) -> Ca
     return lax.while_loop(lambda through: through[0], once, through)[1]
 
 
-def always(index: Index) -> jax.Array:
+def always(index: Index) -> Flag:
     """True, which XLA does not know: no device, stage, slot or row has a negative number.
 
     Of a condition that XLA knows it leaves out the loop: it would inline the body, mix its work

@@ -31,7 +31,7 @@ from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
 from jaxpipe.schedule.problems import Problem
 
 
-def num_layers(layers: Params) -> int:
+def num_layers(layers: Tree) -> int:
     """Counts the layers of canonical ``params["layers"]``."""
     return len(layers) if is_sequence(layers) else jax.tree.leaves(layers)[0].shape[0]
 
@@ -164,7 +164,7 @@ def not_arrays(name: str, tree: Tree) -> Iterator[str]:
             yield f"{name}{jax.tree_util.keystr(path)} is {describe_leaf(leaf)}."
 
 
-def _stacked(name: str, layers: Params) -> Iterator[str]:
+def _stacked(name: str, layers: Tree) -> Iterator[str]:
     """Yields problems of the arrays of layers that are alike."""
     leaves = jax.tree.leaves_with_path(shapes_of(layers))
     leading = {leaf.shape[:1] for _, leaf in leaves}

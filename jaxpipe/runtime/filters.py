@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.runtime.trees import describe, describe_leaf, divide, is_sequence, shape_of
-from jaxpipe.runtime.types import Params, Path
+from jaxpipe.runtime.types import Params, Path, Tree
 
 Filter: TypeAlias = str | Sequence[str] | Callable[[str, jax.ShapeDtypeStruct], bool]
 """Patterns of paths such as ``"layers/*/lora_*"``, in which ``*`` stands for any text, or
@@ -115,7 +115,7 @@ def untrainable(trainable: Filter | None, params: Params) -> Iterator[str]:
             )
 
 
-def overwritten(name: str, tree: Params) -> Iterator[str]:
+def overwritten(name: str, tree: Tree) -> Iterator[str]:
     """Says that a tree has leaves whose gradient is their new value."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
     found = [path for path in paths if _OVERWRITTEN.search(path)]

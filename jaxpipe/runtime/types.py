@@ -1,15 +1,16 @@
 """Names for the trees that the runtime's functions take and return.
 
-To a type checker every tree is `Any`; to a reader the name says which one is meant.
+To a type checker most trees are `Any`; to a reader the name says which one is meant.
 """
 
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 Tree: TypeAlias = Any
 """Any tree of arrays, or of their shapes."""
-Params: TypeAlias = Any
+Params: TypeAlias = dict[str, Tree]
 """Canonical parameters ``{"embed", "layers", "head"}``, with the layers in model order."""
 OuterParams: TypeAlias = dict[str, Any]
 """The parameters of embedding and head, ``{"embed", "head"}``."""
@@ -40,8 +41,12 @@ Key: TypeAlias = jax.Array | None
 """A random key; None for a model without randomness."""
 Message: TypeAlias = list[jax.Array]
 """What one stage sends to another: flat arrays, one per buffer."""
-Index: TypeAlias = Any
+Index: TypeAlias = jax.Array | np.integer[Any] | int
 """An int32 scalar: known to the program, or computed while it runs."""
+Slot: TypeAlias = Index | None
+"""The number of a slot; None for the stage's own arrays."""
+Flag: TypeAlias = jax.Array | np.bool | bool
+"""A condition: known to the program, or computed while it runs."""
 At: TypeAlias = tuple[Index, Index, Index]
 """A layer or a piece: its stage, its chunk there, its number within the chunk."""
 Span: TypeAlias = tuple[Index, Index, Index]

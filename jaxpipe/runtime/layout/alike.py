@@ -18,11 +18,12 @@ from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.types import (
     Arrays,
     At,
+    Flag,
     Index,
     Leaves,
-    Params,
     Path,
     Shapes,
+    Slot,
     Span,
     Stored,
     Tree,
@@ -35,7 +36,7 @@ class _Alike(LayerLayout):
 
     in_rows = True
 
-    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
+    def __init__(self, layers: Tree, rows: np.ndarray, splits: Splits) -> None:
         def leaf_of(path: Path, w: Tree) -> Leaf:
             return splits.leaf(path, jax.ShapeDtypeStruct(w.shape[1:], w.dtype))
 
@@ -67,7 +68,7 @@ class Stacked(_Alike):
     def _chunks(self, count: int) -> Leaves:
         return jax.tree.map(lambda leaf: leaf.behind(count * self.num_pieces), self.piece)
 
-    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _StackedPlace:
+    def piece_at(self, at: At, *, slot: Slot = None, share: Share | None = None) -> _StackedPlace:
         _, chunk, number = at
         return _StackedPlace((chunk if slot is None else slot) * self.num_pieces + number, share)
 
@@ -122,8 +123,8 @@ class Stacked(_Alike):
 class _UnrolledPlace(NamedTuple):
     """A place in unrolled arrays: the row's number, the slot if it is in one, or a share of it."""
 
-    number: int
-    slot: Index
+    number: Index
+    slot: Slot
     share: Share | None
 
 
@@ -151,7 +152,7 @@ class Unrolled(_Alike):
     def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
         return {n: largest(row, dtypes, layer_dims=0) for n, row in arrays.items()}
 
-    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _UnrolledPlace:
+    def piece_at(self, at: At, *, slot: Slot = None, share: Share | None = None) -> _UnrolledPlace:
         _, chunk, number = at
         return _UnrolledPlace(chunk * self.num_pieces + number, slot, share)
 
@@ -205,7 +206,7 @@ class Unrolled(_Alike):
         return arrays, carry
 
     def _run_rows(
-        self, rows: Rows, runs: Index, body: Body, arrays: Arrays, carry: Carry
+        self, rows: Rows, runs: Flag, body: Body, arrays: Arrays, carry: Carry
     ) -> tuple[Arrays, Carry]:
         """Runs ``body(arrays, carry)`` in a loop through which the arrays of these rows go."""
         own, carry = run_if(runs, lambda through: body(*through), (self._own(arrays, rows), carry))

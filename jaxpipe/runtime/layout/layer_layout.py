@@ -35,8 +35,8 @@ from jaxpipe.runtime.types import (
     Index,
     LayerParams,
     Leaves,
-    Params,
     Shapes,
+    Slot,
     Span,
     Stored,
     Tree,
@@ -109,7 +109,7 @@ class LayerLayout(Piece, abc.ABC):
     num_pieces: int
 
     @abc.abstractmethod
-    def __init__(self, layers: Params, rows: np.ndarray, splits: Splits) -> None:
+    def __init__(self, layers: Tree, rows: np.ndarray, splits: Splits) -> None:
         """Lays out layers.
 
         Args:
@@ -180,12 +180,12 @@ class LayerLayout(Piece, abc.ABC):
 
     # Places.
 
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> Tree:
+    def layer_at(self, at: At, example: int, *, slot: Slot = None) -> Tree:
         """The place of a layer: among the stage's own layers, or in the chunk of a ``slot``."""
         return self.piece_at(at, slot=slot)
 
     @abc.abstractmethod
-    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> Tree:
+    def piece_at(self, at: At, *, slot: Slot = None, share: Share | None = None) -> Tree:
         """The place of a chunk's piece, or of a share of it, as for `layer_at`."""
 
     @abc.abstractmethod

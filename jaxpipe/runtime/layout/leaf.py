@@ -450,7 +450,7 @@ def write_share(
 
 def _view(
     leaf: Leaf, array: jax.Array, lead: Sequence[Index], share: Share
-) -> tuple[jax.Array, tuple[Index, ...], tuple[int, ...]]:
+) -> tuple[jax.Array, tuple[jax.Array | np.int32, ...], tuple[int, ...]]:
     """Views the array with a dimension for shares; returns the share's start and size, too."""
     rows, shape, dim = len(lead), array.shape[len(lead) :], leaf.data_dim or 0
     shards = leaf.data_parts if shape[dim] == leaf.shape[dim] else 1

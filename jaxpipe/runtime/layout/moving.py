@@ -26,7 +26,7 @@ from jaxpipe.runtime.layout.leaf import Cut, Leaf, MeshLayout, communicate
 from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Params, Stored, Tree
+from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Stored, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,25 +53,25 @@ class LayersOnMesh(MeshLayout):
         """The placed tree of a stage's layers, whose arrays get a dimension of stages."""
         return Placed({"layers": jax.tree.map(add_stages, layers)}, self.layers.order)
 
-    def place(self, tree: Params) -> Placed:
+    def place(self, tree: Tree) -> Placed:
         """Places layers, split over data."""
         return _inverse(self._place, self._unplace)(tree)
 
-    def unplace(self, tree: Placed) -> Params:
+    def unplace(self, tree: Placed) -> Tree:
         return _inverse(self._unplace, self._place)(tree)
 
-    def _place(self, canonical: Params) -> Placed:
+    def _place(self, canonical: Tree) -> Placed:
         body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
 
-        def own(canonical: Params) -> Placed:
+        def own(canonical: Tree) -> Placed:
             return self._of_stages(lambda w: w[None], body(canonical))
 
         return self._shard_map(own, self.canonical_specs(), self.specs(sharded=True))(canonical)
 
-    def _unplace(self, placed: Placed) -> Params:
+    def _unplace(self, placed: Placed) -> Tree:
         body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
 
-        def own(placed: Placed) -> Params:
+        def own(placed: Placed) -> Tree:
             return body(jax.tree.map(lambda w: w[0], placed["layers"]))
 
         return self._shard_map(own, self.specs(sharded=True), self.canonical_specs())(placed)
@@ -117,7 +117,7 @@ class LayersOnMesh(MeshLayout):
         flat = self.layers.rows.reshape(-1)
         return bool(np.array_equal(flat, np.arange(len(flat))))
 
-    def _place_alike(self, canonical: Params) -> Arrays:
+    def _place_alike(self, canonical: Tree) -> Arrays:
         def row(chunk: Index, number: Index, arrays: Arrays) -> Arrays:
             if self._in_order:
                 n = chunk * self.layers.rows.shape[2] + number
@@ -138,8 +138,8 @@ class LayersOnMesh(MeshLayout):
         nothing, arrays = map(self._zeros, (self._local.piece, self._local.placed))
         return self._local.every_layer(self.layers.rows.shape[2], row, arrays)
 
-    def _unplace_alike(self, arrays: Arrays) -> Params:
-        def row(chunk: Index, number: Index, canonical: Params) -> Params:
+    def _unplace_alike(self, arrays: Arrays) -> Tree:
+        def row(chunk: Index, number: Index, canonical: Tree) -> Tree:
             values = self._local.read(arrays, self._place_of(chunk, number))
             values = self._rearranged(_from_parts, 0, values, sharded=True)
             if self._in_order:
@@ -153,8 +153,8 @@ class LayersOnMesh(MeshLayout):
             return repeat(self.num_stages, send, canonical)
 
         def spread(
-            chunk: Index, number: Index, values: Stored, stage: Index, canonical: Params
-        ) -> Params:
+            chunk: Index, number: Index, values: Stored, stage: Index, canonical: Tree
+        ) -> Tree:
             n = jnp.asarray(self.layers.rows)[stage, chunk, number]
             layer = jax.tree.map(partial(self._of_stage, stage), values)
             return jax.tree.map(partial(self._write, n), self._local.canonical, canonical, layer)
@@ -194,7 +194,7 @@ class LayersOnMesh(MeshLayout):
 
     # Layers that differ: whole on every device, one after the other.
 
-    def _place_packed(self, canonical: Params) -> Arrays:
+    def _place_packed(self, canonical: Tree) -> Arrays:
         arrays = self._zeros(self._local.placed)
         for n, at in self._layers_in_order():
 
@@ -215,7 +215,7 @@ class LayersOnMesh(MeshLayout):
             arrays = self._in_turn(put, arrays)
         return arrays
 
-    def _unplace_packed(self, arrays: Arrays) -> Params:
+    def _unplace_packed(self, arrays: Arrays) -> Tree:
         layers, dtypes = [], {group: w.dtype for group, w in arrays.items()}
         for n, at in self._layers_in_order():
 

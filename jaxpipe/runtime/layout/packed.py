@@ -22,10 +22,10 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.types import (
     Arrays,
     At,
-    Index,
     LayerParams,
     Leaves,
     Shapes,
+    Slot,
     Stored,
     Tree,
 )
@@ -108,20 +108,20 @@ class Packed(LayerLayout):
         slots = self._leaves({g: count * n for g, n in self._widest_chunk.items()})
         return {g: leaf.local.struct() for g, leaf in slots.items()}
 
-    def layer_at(self, at: At, example: int, *, slot: Index = None) -> _Columns:
+    def layer_at(self, at: At, example: int, *, slot: Slot = None) -> _Columns:
         chunk_start = self._starts(at, slot)
         width = {g: n for g, n in self._layer_columns[example].items() if n}
         start = {g: chunk_start[g] + _int32(self._start_in_chunk[g])[at] for g in width}
         return _Columns(start, width)
 
-    def piece_at(self, at: At, *, slot: Index = None, share: Share | None = None) -> _Columns:
+    def piece_at(self, at: At, *, slot: Slot = None, share: Share | None = None) -> _Columns:
         assert share is None  # pieces move as a whole
         valid = None
         if slot is None:
             valid = {g: _int32(n)[at[:2]] for g, n in self._chunk_units.items()}
         return _Columns(self._starts(at, slot), self._widest_chunk, valid)
 
-    def _starts(self, at: At, slot: Index) -> dict[str, Tree]:
+    def _starts(self, at: At, slot: Slot) -> dict[str, Tree]:
         if slot is None:
             return {g: _int32(n)[at[:2]] for g, n in self._chunk_start.items()}
         return {g: slot * (n // self._unit) for g, n in self._widest_chunk.items()}

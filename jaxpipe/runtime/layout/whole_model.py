@@ -35,7 +35,7 @@ LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolle
 """Layouts of layers that are alike, by name."""
 
 
-def layer_layout(layers: Params, weights: str) -> type[LayerLayout]:
+def layer_layout(layers: Tree, weights: str) -> type[LayerLayout]:
     """Chooses the layout of canonical layers: packed for a sequence of trees, else by name."""
     return Packed if is_sequence(layers) else LAYOUTS[weights]
 

@@ -194,7 +194,7 @@ def run_ticks(
     return value, carried, states_of_stages(fixed.setup, average(carried.states, fixed.axes))
 
 
-_Turn = tuple[Index, Carried]
+_Turn = tuple[jax.Array, Carried]
 """The number of the next row, and what rows carry."""
 
 

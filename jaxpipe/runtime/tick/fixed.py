@@ -47,6 +47,7 @@ from jaxpipe.runtime.types import (
     Message,
     OuterParams,
     Shapes,
+    Slot,
     Span,
     States,
     Stored,
@@ -481,14 +482,14 @@ class LayerWork(Work):
         params = (own, shared) if self.fixed.setup.shares else own
         return (params, jax.tree.leaves(functools.reduce(combine, scales))) if scales else params
 
-    def read(self, arrays: Sequence[Arrays], slot: Index = None) -> list[Stored]:
+    def read(self, arrays: Sequence[Arrays], slot: Slot = None) -> list[Stored]:
         """The layer's part of the arrays of all layouts."""
         return [
             layout.read(one, layout.layer_at(self.at, self.kind.example, slot=slot))
             for layout, one in zip(self.fixed.setup.layer_layouts, arrays, strict=True)
         ]
 
-    def place(self, slot: Index = None) -> Tree:
+    def place(self, slot: Slot = None) -> Tree:
         """Finds where its trained parameters lie: among the stage's own, or in a slot of chunks."""
         return self.fixed.params.layer_at(self.at, self.kind.example, slot=slot)
 

@@ -25,7 +25,7 @@ from jaxpipe.runtime.tick.microbatches import (
     with_inputs,
 )
 from jaxpipe.runtime.trees import combine, describe
-from jaxpipe.runtime.types import Activation, Batch, Index, Message, OuterParams, Shapes, Tree
+from jaxpipe.runtime.types import Activation, Batch, Flag, Index, Message, OuterParams, Shapes, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer
 
 
@@ -143,12 +143,12 @@ def embed_gradient(
     return carried.but(outer_gradients=gradients, input_gradients=of_inputs)
 
 
-def _is_at(fixed: Fixed, virtual_stage: int) -> Index:
+def _is_at(fixed: Fixed, virtual_stage: int) -> Flag:
     """Whether this device's stage holds a virtual stage."""
     return fixed.stage == fixed.table.schedule.placement.stages[virtual_stage]
 
 
-def _runs(fixed: Fixed, due: Index, is_mine: Index) -> Index:
+def _runs(fixed: Fixed, due: Flag, is_mine: Flag) -> Flag:
     """Whether this stage computes what is due."""
     return due if fixed.table.together else due & is_mine
 

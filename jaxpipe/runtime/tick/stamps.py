@@ -53,11 +53,11 @@ class Stamps:
                 self.taken.append(Stamp(stage, kind, chunk, microbatch, seconds))
             return np.int32(0)
 
-        def call(_: Index) -> Index:
+        def call(_: jax.Array) -> jax.Array:
             # One array: each that is handed over takes about as long as the rest of the call.
             told = jnp.stack([jnp.asarray(n, jnp.int32) for n in (first, *place)])
             told = after(ready, told, lax.axis_index(axes.names))
-            came: Index = io_callback(note, jax.ShapeDtypeStruct((), jnp.int32), told)
+            came: jax.Array = io_callback(note, jax.ShapeDtypeStruct((), jnp.int32), told)
             return came
 
         return run_if(cell.runs, call, jnp.zeros((), jnp.int32))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.runtime.barriers import run_if
-from jaxpipe.runtime.types import Index, Tree
+from jaxpipe.runtime.types import Flag, Index, Tree
 from jaxpipe.schedule.actions import Kind
 
 
@@ -55,7 +55,7 @@ class Watch:
         *,
         given: Tree,
         made: Tree,
-        begins: Index,
+        begins: Flag,
     ) -> None:
         """Tells the host if an action of a layer is the first to make what is not finite.
 
@@ -83,7 +83,7 @@ class Watch:
             whole = [jax.random.wrap_key_data(w) if key else w for w, key in pairs]
             return run(*jax.tree.unflatten(structure, whole))
 
-        def tell(count: Index) -> Index:
+        def tell(count: jax.Array) -> jax.Array:
             pairs = zip(leaves, is_key, strict=True)
             arrays = [jax.random.key_data(w) if key else w for w, key in pairs]
             jax.debug.callback(note, told, *arrays)
@@ -92,6 +92,6 @@ class Watch:
         run_if((is_fine | begins) & ~_is_finite(made), tell, jnp.zeros((), jnp.int32))
 
 
-def _is_finite(values: Tree) -> Index:
+def _is_finite(values: Tree) -> jax.Array:
     floats = [w for w in jax.tree.leaves(values) if jnp.issubdtype(w.dtype, jnp.inexact)]
     return jnp.stack([jnp.isfinite(w).all() for w in floats]).all() if floats else jnp.asarray(True)
