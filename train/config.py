@@ -312,6 +312,8 @@ class TrainConfig(Section):
     trainable: list[str] | None = None
     """Patterns of the parameters that are trained, such as "layers/*norm*" or "head/*"; others have
     neither gradients nor optimizer state. None trains all, or with lora.rank the adapters alone."""
+    dpo_beta: Positive = 0.1
+    """Weight of a pair's margin, for task train.preferences:DPO."""
     noise_every: Natural = 0
     """Steps from one estimate of the noise scale to the next. Each takes the time of a step. 0
     makes none."""

@@ -147,12 +147,14 @@ def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[
     """
     try:
         name, model = described(parse(init_from))
+        own = task or raw.get("task", name)
+        is_alike = tasks.alike(own, name)
     except ValueError:
         return raw
     given = raw.get("model") or {}
-    if (task or raw.get("task", name)) != name or not isinstance(given, dict):
+    if not isinstance(given, dict) or not is_alike:
         return raw
-    return raw | {"task": name, "model": model | given}
+    return raw | {"task": own, "model": model | given}
 
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
@@ -184,7 +186,7 @@ def _weights_of(config: Config) -> str:
 def _other_model(config: Config, name: str, model: Mapping[str, Any]) -> Iterator[Failure]:
     """Says which fields of the model differ from those of the weights' model."""
     what = _weights_of(config)
-    if name != config.task:
+    if not tasks.alike(name, config.task):
         yield Failure(
             f"task={config.task} does not train the model of {what}. Nearest valid: {name}.",
             ("task", "init_from"),

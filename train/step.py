@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpipe import Options, Pipeline, make_mesh, on_host
+from jaxpipe import Model, Options, Pipeline, make_mesh, on_host
 from jaxpipe.errors import ArgumentError
 from jaxpipe.measure import end_costs, layer_costs
 from jaxpipe.schedule import (
@@ -186,6 +186,21 @@ class Setup:
             return False
         return self.task.model(train=True).stage_split is None
 
+    @cached_property
+    def _reference(self) -> Pipeline | None:
+        """The pipeline of the model that the task compares its own with."""
+        model = self.task.reference()
+        if model is None:
+            return None
+        return self._unchecked(self.schedule, self.layer_counts, train=False, model=model)
+
+    def _with_reference(self, state: TrainState, batch: PyTree) -> PyTree:
+        """Adds what the reference says of a batch."""
+        if self._reference is None:
+            return batch
+        found = self._reference.outputs(state.params, batch, states=state.layers)
+        return batch | {"reference": found}
+
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
         if self.config.pipeline.fp8 is None:
             return self._unchecked(order, counts, train=train)
@@ -197,7 +212,9 @@ class Setup:
             raise errors.ConfigError(list(errors.of_fp8(error))) from error
         return pipe
 
-    def _unchecked(self, order: Schedule, counts: Sequence[int], *, train: bool) -> Pipeline:
+    def _unchecked(
+        self, order: Schedule, counts: Sequence[int], *, train: bool, model: Model | None = None
+    ) -> Pipeline:
         # Options that have the same names and values in the configuration, and those that differ.
         given, names = dict(self.config.pipeline), (f.name for f in dataclasses.fields(Options))
         options: dict[str, Any] = {name: given[name] for name in names if name in given}
@@ -214,7 +231,7 @@ class Setup:
             "weight_slots": configured.weight_slots(self.config, platform=self._platform),
             "layer_counts": counts,
         }
-        model, states = self.task.model(train=train), self.task.init_states()
+        model, states = model or self.task.model(train=train), self.task.init_states()
         return Pipeline(
             model, self.shapes, schedule=order, mesh=self.mesh, states=states, **options
         )
@@ -332,6 +349,7 @@ class Setup:
         """
 
         def step(state: TrainState, batch: PyTree, rng: Key) -> tuple[TrainState, Values]:
+            batch = self._with_reference(state, batch)
             given, norm = (state.params, state.optimizer, batch, rng, state.layers), {}
             if self._updating_step is not None:
                 value, params, optimizer = self._updating_step(*given)
@@ -397,6 +415,7 @@ class Setup:
         pipe = self._pipeline(self.schedule, self.layer_counts, train=False)
 
         def evaluate(state: TrainState, batch: PyTree) -> Values:
+            batch = self._with_reference(state, batch)
             return named(pipe.totals(state.params, batch, states=state.layers), None)[0]
 
         return jax.jit(evaluate).lower(self.state_shapes, self.batch_shapes).compile()

@@ -123,6 +123,15 @@ class Task(abc.ABC):
           axis: mesh axis over which a vocabulary is split; None for whole tables.
         """
 
+    def reference(self, *, axis: str | None = "stage") -> Model | None:
+        """Makes the model whose output is the batch's "reference" in a step; None for none.
+
+        Args:
+          axis: as for `model`.
+        """
+        del axis
+        return None
+
     def named_axes(self, axis: str | None) -> dict[str, str | None]:
         """Returns the arguments that name the mesh's axes to a family's model.
 

@@ -192,7 +192,35 @@ class ChatTemplate:
         return documents
 
 
-def read(path: Path) -> dict[int, str]:
+def read_pairs(path: Path) -> list[tuple[int, str]]:
+    """Reads pairs as lines of conversations, the chosen answer before the rejected one.
+
+    Returns:
+      The number of the line and a conversation, twice for each line.
+
+    Raises:
+      ValueError: as `read`, or a line is no pair.
+    """
+    pairs = []
+    for number, line in read(path, option="--preferences").items():
+        try:
+            pair = json.loads(line)
+            before = _messages(pair.get("prompt", []), "user")
+            for answer in ("chosen", "rejected"):
+                messages = [*before, *_messages(pair[answer], "assistant")]
+                pairs.append((number, json.dumps({"messages": messages})))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            rule = 'every line must be {"chosen": [messages], "rejected": [messages]}'
+            raise ValueError(f"--preferences={path}: line {number}: {rule} ({error!r}).") from error
+    return pairs
+
+
+def _messages(given: Any, role: str) -> list[Any]:
+    """Makes messages of a text, which then has this role, or leaves a list of them as it is."""
+    return [{"role": role, "content": given}] if isinstance(given, str) else list(given)
+
+
+def read(path: Path, *, option: str = "--conversations") -> dict[int, str]:
     """Reads the lines of a file that are not empty, by number from 1.
 
     Raises:
@@ -205,10 +233,10 @@ def read(path: Path) -> dict[int, str]:
                 if line.strip():
                     numbered[number] = line.removesuffix("\n")
     except (OSError, ValueError) as error:
-        raise ValueError(f"--conversations={path} cannot be read: {error}.") from error
+        raise ValueError(f"{option}={path} cannot be read: {error}.") from error
     if len(numbered) < 2:
         raise ValueError(
-            f"--conversations={path} holds {len(numbered)} conversations. At least 2 are needed, "
+            f"{option}={path} holds {len(numbered)} {option[2:]}. At least 2 are needed, "
             "of which one is held out."
         )
     return numbered

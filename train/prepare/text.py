@@ -63,6 +63,9 @@ class PrepareOptions(folders.DataOptions):
     """In place of text: a file with a line of JSON for each conversation, {"messages": [{"role":
     "user", "content": "..."}, ...]}, for the chat template of --tokenizer. Only the assistant's
     messages are predicted."""
+    preferences: Path | None = None
+    """In place of text: a file with a line of JSON for each pair of answers, {"chosen": [messages],
+    "rejected": [messages]}, with the messages before them in both or as "prompt"."""
     rows: Path | None = None
     """In place of text: a Parquet or JSON Lines file with a text in every row, a folder of such
     files, or module:function that returns a Hugging Face IterableDataset, of any size. A tokenizer
@@ -81,7 +84,12 @@ class PrepareOptions(folders.DataOptions):
     @property
     def source(self) -> Path | None:
         """The text, rows or conversations; None for the standard library."""
-        return self.conversations or self.rows or self.text
+        return self.conversations or self.preferences or self.rows or self.text
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the source holds messages, for a chat template."""
+        return self.conversations is not None or self.preferences is not None
 
     @property
     def most_bytes(self) -> float:
@@ -108,6 +116,7 @@ class PrepareOptions(folders.DataOptions):
             "heldout_fraction": self.heldout_fraction,
             "max_megabytes": None if math.isinf(self.most_bytes) else self.most_bytes / 1e6,
             "column": None if self.rows is None else self.column,
+            "preferences": None if self.preferences is None else True,
         }
 
 
@@ -187,7 +196,7 @@ def _write(
         bar = progress.add_task("encode", total=0)
         known = None
         for group in groups:
-            if options.conversations is None:
+            if not options.has_messages:
                 group = [part for document in group for part in _parts(document)]
             sides = split_documents(group, heldout_fraction=options.heldout_fraction)
             if known is None:
@@ -216,7 +225,7 @@ def _write(
             settings=options.settings(),
             end_of_text=known.end_of_text,
             token_ids=known.token_ids,
-            conversations=options.conversations is not None,
+            conversations=options.has_messages,
         )
         folders.write_meta(folder, KIND, meta)
     return meta
@@ -247,7 +256,8 @@ class _Encoding:
     def __init__(self, options: PrepareOptions, known: Known) -> None:
         self._source, tokenizer = options.source, known.tokenizer.to_str()
         self._template: Guarded | None = None
-        if options.conversations is None:
+        self._has_pairs = options.preferences is not None
+        if not options.has_messages:
             self._encoder = Guarded(Encoder, tokenizer, known.end_of_text)
         else:
             assert options.tokenizer is not None
@@ -278,6 +288,7 @@ class _Encoding:
                 yield document.name, document.text
             else:
                 contents = self._named([document.name], self._template, document.text)
+                contents = contents[-1:] if self._has_pairs else contents
                 yield from ((document.name, content) for content in contents)
 
     def _named(self, names: Sequence[str], function: Guarded, argument: Any) -> Any:
@@ -331,6 +342,9 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
     if options.conversations is not None:
         lines = conversations.read(options.conversations)
         return [Document(f"line {number}", line) for number, line in lines.items()], Counter()
+    if options.preferences is not None:
+        pairs = conversations.read_pairs(options.preferences)
+        return [Document(f"line {number}", line) for number, line in pairs], Counter()
     root = Path(sysconfig.get_path("stdlib")) if options.text is None else options.text
     limit = options.most_bytes
     skipped: Counter[str] = Counter()
@@ -397,17 +411,17 @@ def split_documents(
 
 def _check_options(options: PrepareOptions) -> None:
     problems = options.problems()
-    sources = {"conversations": options.conversations, "rows": options.rows, "text": options.text}
+    names = ("conversations", "preferences", "rows", "text")
+    sources = {name: getattr(options, name) for name in names}
     given = [f"--{name}={path}" for name, path in sources.items() if path is not None]
     if len(given) > 1:
         problems.append(
             f"{' and '.join(given)} are {len(given)} sources. Leave all but one of them out, and "
             "train on several folders with data.mix."
         )
-    if options.conversations is not None and options.tokenizer is None:
+    if options.has_messages and options.tokenizer is None:
         problems.append(
-            f"--conversations={options.conversations} needs the chat template of a tokenizer. "
-            "Name its folder with --tokenizer."
+            f"{given[0]} needs the chat template of a tokenizer. Name its folder with --tokenizer."
         )
     if options.tokenizer is not None and options.vocab_size is not None:
         problems.append(

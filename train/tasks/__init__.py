@@ -57,6 +57,11 @@ def find(name: str) -> type[Task]:
     return family
 
 
+def alike(name: str, other: str) -> bool:
+    """Says whether two families train models of the same kind."""
+    return type(find(name).default) is type(find(other).default)
+
+
 def make(config: Config) -> Task:
     """Makes the task of a configuration.
 

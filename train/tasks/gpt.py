@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ class GPT(Task):
     slices = True
     adapts = True
     fixed = ("adapters",)
-    data_options = ("mix", "documents", "rows", "domains")
+    data_options: ClassVar[tuple[str, ...]] = ("mix", "documents", "rows", "domains")
     data_kind = "text"
     report_file = "sample.txt"
     free = ("dropout", "balance_loss", "z_loss", "bias_speed", "mtp_loss", "qk_clip")
