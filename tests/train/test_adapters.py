@@ -9,8 +9,9 @@ from tiny_tasks import TINY, config, rows
 
 from jaxpipe import unpipelined
 from models import gpt, hugging_face
-from train import checkpoint, initial
+from train import initial
 from train.prepare import __main__ as prepare
+from train.runs import checkpoint
 from train.step import Setup
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
