@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from models import gpt
-from models.adapters import Adapters
+from models.adapters import BLOCK, Adapters
 from models.gpt_config import GPTConfig
 from train import configured, tasks
 from train.config import Config, LoraConfig
@@ -94,17 +95,29 @@ def _base(config: Config) -> Iterator[Failure]:
         )
     shape = dataclasses.replace(tasks.make(config).shape, adapters=None)
     if lora.base == "nf4":
-        kernels = jax.eval_shape(lambda: gpt.init(shape, jax.random.key(0)))["layers"]
-        odd = {
-            leaf.shape[-2]
-            for path_, leaf in jax.tree_util.tree_leaves_with_path(kernels)
-            if path_[-1].key == "kernel" and leaf.shape[-2] % 2
+        layers = jax.eval_shape(lambda: gpt.init(shape, jax.random.key(0)))["layers"]
+        inputs = {
+            key[-2].key: leaf.shape[-2]
+            for key, leaf in jax.tree_util.tree_leaves_with_path(layers)
+            if key[-1].key == "kernel"
         }
+        odd = [f"{name} has {count}" for name, count in inputs.items() if count % 2]
         if odd:
             yield Failure(
-                f"{path}=nf4 keeps two inputs of a linear map in a byte, and the model has maps "
-                f"with {', '.join(map(str, sorted(odd)))} inputs. Nearest valid: int8.",
+                f"{path}=nf4 keeps two inputs of a linear map in a byte, and {', '.join(odd)} "
+                "inputs. Nearest valid: int8.",
                 (path,),
+            )
+        devices = config.mesh.tensor
+        blocks = {name: inputs[name] // math.gcd(inputs[name], BLOCK)
+                  for name in ("out", "down") if name in inputs}  # fmt: skip
+        uneven = [f"{count} of {name}" for name, count in blocks.items() if count % devices]
+        if uneven and not odd:
+            yield Failure(
+                f"mesh.tensor={devices} does not divide the blocks of up to {BLOCK} inputs that "
+                f"{path}=nf4 keeps a factor for ({', '.join(uneven)}). Nearest valid: {path}=int8, "
+                "or mesh.tensor=1.",
+                ("mesh.tensor", path),
             )
     for axis in ("tensor", "context"):
         if lora.dropout and (devices := getattr(config.mesh, axis)) > 1:

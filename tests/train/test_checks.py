@@ -50,6 +50,7 @@ NEAREST = {
     "lora.targets: [qkv]": "lora.rank=8.",
     "lora.rank: 4, pipeline.schedule: 2bw": "pipeline.schedule=1f1b.",
     "lora.rank: 4, lora.dropout: 0.1, mesh.tensor: 2": "lora.dropout=0, or mesh.tensor=1.",
+    "lora.rank: 4, lora.base: nf4, mesh.tensor: 4": "lora.base=int8, or mesh.tensor=1.",
     "lora.rank: 4, lora.base: int8, pipeline.fp8: '*kernel'": "pipeline.fp8=None.",
     "lora.rank: 4, lora.base: int8, train.trainable: ['layers/*']": (
         "lora.base=float32, or a pattern"
