@@ -16,6 +16,8 @@ import dataclasses
 import itertools
 import math
 import textwrap
+import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,7 +30,6 @@ from benchmarks.published_systems import (
     FOLDER,
     Rates,
     Run,
-    Shape,
     cluster_of,
     counted,
     runs,
@@ -38,20 +39,21 @@ from benchmarks.published_systems import (
 from benchmarks.studies import common
 from jaxpipe.planning import devices
 from jaxpipe.planning.cost import Prediction, kernel_seconds
-from jaxpipe.planning.plans import NOTHING, PlacedPlan, Plan, who_computes_ends
-from jaxpipe.planning.search import Goal, fits, predicted, search
+from jaxpipe.planning.plans import PlacedPlan, Plan, who_computes_ends
+from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.runtime.zero import Zero
 
 PAGE = FOLDER.parent / "docs" / "published.md"
+_MOST_COMPARED = 64
+"""GPUs of a run beside which jaxpipe's program is predicted; more take minutes each."""
 MOST_SHARING = 16
 """Devices that share a layer, at most: 8 over tensor, 2 over context."""
-RANGE = 0.1, 1.0
-"""Range in which rates are fitted."""
-_AT_AN_END = 0.0005
-"""Distance at which a rate is printed like an end of the range."""
-FITTED = 2
-"""Rates are fitted to the runs of every third model, from the third on."""
+RANGES = (0.5, 0.0), (1.2, 1.0)
+"""Ends of the ranges in which the sustained and the exposed share are fitted."""
+FITTED = 3
+"""Rates are fitted to the dense models whose name's CRC-32 this number divides, and held against
+all others; each of the models counts the same, however many runs it has."""
 
 # Steps of jaxpipe.
 
@@ -87,14 +89,6 @@ def own_prediction(run: Run, rates: Rates) -> Prediction:
     return min(allowed, key=lambda one: one.step_seconds)
 
 
-def best_plan(run: Run, rates: Rates) -> Prediction:
-    """Predicts jaxpipe's best plan on the GPUs of a run, with nothing on the hosts."""
-    heads = run.shape.kv_heads
-    model = _model(run, [t for t in _TENSORS if heads % t == 0], _REMATS, 1)
-    goal = Goal(None, (run.batch,))
-    return search(model, [cluster_of(run, rates)], goal, finalists=1, on_host=NOTHING).best[0]
-
-
 def _model(run: Run, tensors: Sequence[int], remats: Sequence[str], context: int) -> ModelSizes:
     """Counts a run's model, whose layers are alike."""
     variants = {}
@@ -106,9 +100,6 @@ def _model(run: Run, tensors: Sequence[int], remats: Sequence[str], context: int
 
 
 _REMATS = "none", "dots", "full"
-_TENSORS = 1, 2, 4, 8
-_MOST_SEARCHED = 512
-"""GPUs of a run for which plans are searched; more take a minute each."""
 _NEAR = 1.1
 """Factor of the least memory up to which a program is among the leanest."""
 
@@ -137,21 +128,51 @@ def own_seconds(prediction: Prediction) -> dict[str, float]:
 # The board.
 
 
-def thirds(every: Sequence[Run]) -> list[list[Run]]:
-    """Splits the dense runs by their models, of which every third is in the same part."""
-    dense = [run for run in every if not run.shape.experts]
-    names = list(dict.fromkeys(run.model for run in dense))
-    return [[run for run in dense if names.index(run.model) % 3 == part] for part in range(3)]
+def fitted(every: Sequence[Run]) -> list[Run]:
+    """Selects the runs to which rates are fitted."""
+    return [r for r in every if not r.shape.experts and zlib.crc32(r.model.encode()) % FITTED == 0]
 
 
-def fit(runs: Sequence[Run], start: Rates) -> Rates:
-    """Fits the rates to the logarithms of steps."""
+def straggling(every: Sequence[Run]) -> float:
+    """Measures by how much steps grow with each doubling, in runs that differ in nothing but data
+    shards, batch and GPUs."""
+    series: dict[Run, list[Run]] = {}
+    for run in every:
+        alike = run._replace(id="", gpus=0, data=0, batch=0, step_seconds=None, mfu=None)
+        series.setdefault(alike, []).append(run)
+    slopes = []
+    for of_one in series.values():
+        few, many = (pick(of_one, key=lambda run: run.gpus) for pick in (min, max))
+        if many.gpus > few.gpus:
+            doublings = math.log2(many.gpus / few.gpus)
+            slopes.append(math.log(many.measured / few.measured) / doublings)
+    return float(np.mean(slopes))
+
+
+class Fit(NamedTuple):
+    """Rates, and to first order the ends between which they lie without one of the models."""
+
+    rates: Rates
+    least: Rates
+    most: Rates
+
+
+def fit(runs: Sequence[Run]) -> Fit:
+    """Fits the rates: straggling to series of runs, the others to the logarithms of steps."""
+    grows, shares = straggling(runs), Counter(run.model for run in runs)
 
     def errors(values: np.ndarray) -> list[float]:
-        return [math.log1p(_error(run, Rates(*values))) for run in runs]
+        rates = Rates(*values, grows)
+        return [math.log1p(_error(run, rates)) / math.sqrt(shares[run.model]) for run in runs]
 
-    found = least_squares(errors, start, bounds=RANGE, diff_step=1e-3, ftol=1e-4, xtol=1e-3)
-    return Rates(*map(float, found.x))
+    found = least_squares(errors, Rates()[:2], bounds=RANGES, diff_step=1e-2, ftol=1e-3, xtol=1e-3)
+    without = []
+    for model in shares:
+        kept = [n for n, run in enumerate(runs) if run.model != model]
+        step, *_ = np.linalg.lstsq(found.jac[kept], -found.fun[kept])
+        without.append(found.x + step)
+    ends = (Rates(*map(float, pick(without, axis=0)), grows) for pick in (np.min, np.max))
+    return Fit(Rates(*map(float, found.x), grows), *ends)
 
 
 def _error(run: Run, rates: Rates) -> float:
@@ -165,9 +186,8 @@ class Row(NamedTuple):
       run: the published run.
       fitted: whether the rates were fitted to it.
       system: seconds of the system that ran, by part.
-      prediction: of jaxpipe's program of the same mesh; None for mixtures.
+      prediction: of jaxpipe's program of the same mesh; None where `compared` leaves the run out.
       gigabytes: memory predicted for the system; None where the source has none.
-      best: jaxpipe's best plan on as many GPUs; None where none was searched.
     """
 
     run: Run
@@ -175,7 +195,6 @@ class Row(NamedTuple):
     system: Mapping[str, float]
     prediction: Prediction | None
     gigabytes: float | None
-    best: Prediction | None
 
     @property
     def predicted(self) -> float:
@@ -194,7 +213,7 @@ class Row(NamedTuple):
             "error": f"{100 * self.error:+.0f}%",
         }
         if self.prediction is None:
-            return cells | dict.fromkeys(("jaxpipe", "ratio", "loses", "best plan"), "")
+            return cells
         plan, own = self.prediction.plan, own_seconds(self.prediction)
         more = {name: seconds - self.system.get(name, 0.0) for name, seconds in own.items()}
         causes = [name for name in sorted(more, key=lambda name: -more[name]) if more[name] > 0]
@@ -208,7 +227,6 @@ class Row(NamedTuple):
             + (f", v={plan.chunks}" if plan.chunks != self.run.chunks else ""),
             "ratio": f"{ratio:.2f}",
             "loses": ", ".join(words) if ratio > 1 else "",
-            "best plan": "" if self.best is None else _described(self.best),
         }
 
 
@@ -216,32 +234,26 @@ _CAUSES = 2
 """Parts that are named per run."""
 
 
-def _described(prediction: Prediction) -> str:
-    plan = prediction.plan
-    schedule = f"{plan.schedule}, " if plan.stage > 1 else ""
-    mesh = f"{plan.stage}x{plan.data}x{plan.tensor}"
-    return f"{prediction.step_seconds:.3g}, {mesh}, {schedule}{plan.remat}"
-
-
-def searched(every: Sequence[Run]) -> list[Run]:
-    """Selects the dense run of each model and precision with the fewest GPUs and rows, for which a
-    search takes seconds."""
-    fewest: dict[tuple[Shape, str], Run] = {}
+def compared(every: Sequence[Run]) -> list[Run]:
+    """Selects the runs beside which jaxpipe's program is predicted, on few H100s and A100s: of each
+    model, precision, mesh and schedule, the one with the fewest GPUs and rows."""
+    fewest: dict[tuple[object, ...], Run] = {}
     for run in sorted(every, key=lambda run: (run.gpus, run.batch)):
-        if not run.shape.experts and run.gpus <= _MOST_SEARCHED:
-            fewest.setdefault((run.shape, run.precision), run)
+        own = run.precision in ("bf16", "fp8") and run.zero < 3 and not run.shape.experts
+        if own and run.device in ("a100", "h100") and run.gpus <= _MOST_COMPARED:
+            mesh = run.tensor, run.stages, run.chunks, run.context, run.schedule
+            fewest.setdefault((run.shape, run.precision, *mesh), run)
     return list(fewest.values())
 
 
 def board(every: Sequence[Run], rates: Rates) -> list[Row]:
-    """Makes a row per run."""
-    rows, fitted, chosen = [], thirds(every)[FITTED], searched(every)
+    """Makes a row per run that ran."""
+    rows, of_fit, own = [], fitted(every), compared(every)
     for run in every:
-        prediction = None if run.shape.experts else own_prediction(run, rates)
+        prediction = own_prediction(run, rates) if run in own else None
         gigabytes = None if run.memory_gb is None else system_bytes(run) / 1e9
-        best = best_plan(run, rates) if run in chosen else None
         system = system_seconds(run, rates)
-        rows.append(Row(run, run in fitted, system, prediction, gigabytes, best))
+        rows.append(Row(run, run in of_fit, system, prediction, gigabytes))
         harness.note(f"{run.id}: {run.measured:.4g} s, predicted {rows[-1].predicted:.4g}")
     return rows
 
@@ -258,49 +270,63 @@ def ranked(rows: Sequence[Row]) -> tuple[int, int]:
     return right, total
 
 
-def summary(rows: Sequence[Row], rates: Rates) -> list[str]:
+def summary(rows: Sequence[Row], found: Fit) -> list[str]:
     """Says in words how good the predictions are."""
-    dense, every = [row for row in rows if not row.run.shape.experts], [row.run for row in rows]
-    fitted = sum(row.fitted for row in dense)
-    shown = ", ".join(f"{name} {value:.3f}" for name, value in rates._asdict().items())
-    least, most = RANGE
-    ends = [name for name, n in rates._asdict().items() if min(n - least, most - n) < _AT_AN_END]
-    if ends:
-        shown += f" ({' and '.join(ends)} at an end of the range, {least} to {most})"
-    lines = [
-        f"Fitted to {fitted} dense runs, those of every third model, marked *: {shown}. The "
-        f"absolute error of the other {len(dense) - fitted}: "
-        f"{_quantiles([row.error for row in dense if not row.fitted])}."
-    ]
-    for part in (0, 1):
-        of_part = thirds(every)[part]
-        other = fit(of_part, rates)
-        errors = [_error(run, other) for run in every if not run.shape.experts | (run in of_part)]
-        lines.append(
-            f"Fitted to the {len(of_part)} of the {('first', 'second')[part]} of three models "
-            f"instead: {_quantiles(errors)}."
-        )
+    shown = ", ".join(
+        f"{name} {value:.4f} ({least:.4f} to {most:.4f})"
+        for name, value, least, most in zip(Rates._fields, *found, strict=True)
+    )
+    dense = [row.error for row in rows if not (row.fitted or row.run.shape.experts)]
     mixtures = [row.error for row in rows if row.run.shape.experts]
     pairs, memory = ranked(rows), [row for row in rows if row.gigabytes is not None]
     off = [abs(row.gigabytes / row.run.memory_gb - 1) for row in memory]
-    room = devices.DEVICES["a100"].memory_bytes / 1e9
-    wrong = sum(row.gigabytes > room for row in memory)
-    return [
-        *lines,
+    lines = [
+        f"Three numbers are fitted, to {sum(row.fitted for row in rows)} dense runs, marked *: "
+        f"{shown}; in brackets, without one of the models. Straggling is that of series of runs "
+        "that differ in the number of GPUs alone.",
+        f"**{len(dense)} dense runs that were not fitted: {_quantiles(dense)}.**",
         f"{len(mixtures)} mixtures, none fitted: {_quantiles(mixtures)}.",
         f"Of {pairs[1]} pairs of schedules with the same model and batch, {pairs[0]} are ordered "
         "as measured.",
         f"Memory of {len(off)} runs: {np.median(off):.1%} off in the median, {max(off):.1%} at "
-        f"most; {wrong} that ran are predicted not to fit. No source names a run out of memory.",
+        "most.",
     ]
+    for run in runs():
+        if not run.fits:
+            limit = devices.DEVICES[run.device].memory_bytes / 1e9
+            lines.append(
+                f"{run.id} ran out of memory; {system_bytes(run) / 1e9:.0f} of {limit:.0f} GB are "
+                "predicted."
+            )
+    return lines
 
 
 def _quantiles(errors: Sequence[float]) -> str:
     off = np.abs(errors)
     return (
-        f"median {np.median(off):.1%}, 90th percentile {np.quantile(off, 0.9):.1%}, "
-        f"{np.mean(off <= 0.15):.0%} within 15%"
+        f"median error {np.median(off):.1%}, 90% within {np.quantile(off, 0.9):.1%}, signed mean "
+        f"{np.mean(errors):+.1%}, {np.mean(off <= 0.12):.0%} within 12%"
     )
+
+
+def groups(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Makes a line per kind of model, device and precision."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        kind = "mixtures" if row.run.shape.experts else "dense"
+        found.setdefault((kind, row.run.device, row.run.precision), []).append(row)
+    return [
+        {
+            "models": kind,
+            "device": device,
+            "precision": precision,
+            "runs": str(len(of_group)),
+            "fitted": str(sum(row.fitted for row in of_group)),
+            "median error": f"{np.median(np.abs([row.error for row in of_group])):.1%}",
+            "signed mean": f"{np.mean([row.error for row in of_group]):+.1%}",
+        }
+        for (kind, device, precision), of_group in sorted(found.items())
+    ]
 
 
 _INTRODUCTION = """\
@@ -308,51 +334,60 @@ _INTRODUCTION = """\
 
 `make published` writes this page. Seconds of a step that others measured stand beside two
 predictions: for the system that ran, and for jaxpipe's program on the same mesh. Both count layers
-from traces ([planner](design/009-planner.md)) and take the same rates. The system's order runs on
-the free-running clock, its communication overlaps as noted below, and nothing is copied into slots.
+from traces ([planner](design/009-planner.md)) and take the same rates, which are also the
+planner's: matmuls, memory and links as measured alone (`jaxpipe/planning/devices.py`), and three
+numbers that no benchmark of a single kernel tells, each with how far it moves:
+
+- sustained: the share of a matmul's rate alone that is left in a step;
+- exposed: the share of tensor collectives that systems which overlap them wait for;
+- straggling: the share of a step by which it grows for each doubling of the GPUs beyond 8.
+
+The system's order runs on the free-running clock, its communication overlaps as noted below, and
+nothing is copied into slots. Which runs were fitted was decided by a checksum of the model's name,
+before any prediction.
+
+"""
+_OWN = """\
 jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and weights
 unrolled; of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80 GB are
 predicted, or else of the leanest. Its chunks hold a layer at least: where a system fills them with
-embedding and loss, too, it has v chunks per stage, of those up to the run's the fastest. "best
-plan" is jaxpipe's fastest on the same GPUs, with its stages x data x tensor devices, searched once
-per model and precision, for the fewest GPUs, at most 512, and rows. "ratio" is jaxpipe's step on
-the same mesh by that predicted for the system. Where it is above 1, "loses" names what loses most,
-in seconds, and the memory if it is more:
-
-- kernels: XLA fuses less, or computes again;
-- collectives: layers wait for all of theirs;
-- copies: values into slots and out of them, and sums of gradients;
-- waits: for other stages, messages and the head, and, where v is given, for chunks of more layers;
-- data: over data shards, and the optimizer.
-
-Rates are shares: of the peak, for large matmuls on H100s and A100s; of the memory's bandwidth; and
-of tensor collectives, how much is exposed in systems that overlap them.
+embedding and loss, too, it has v chunks per stage, of those up to the run's the fastest. "ratio"
+is jaxpipe's step on the same mesh by that predicted for the system. Where it is above 1, "loses"
+names what loses most, in seconds, and the memory if it is more: kernels (XLA fuses less, or
+computes again), collectives within layers, copies (values into slots and out of them, and sums of
+gradients), waits (for other stages, messages and the head, and, where v is given, for chunks of
+more layers), and data (over data shards, and the optimizer). Shown is, of each model, precision,
+mesh and schedule on A100s and H100s, the run with the fewest GPUs.
 
 """
 _ENDING = """
-A are runs on H100s (NVIDIA/dgxc-benchmarking), D Megatron-LM of 2021 on A100s with full
-rematerialization, F Zero Bubble (arXiv 2401.10241) on A100s, whose ZB-2p, a searched order, is
-predicted as ZB-H2, M Megatron Core's Mixtral 8x7B, K JaxPP (marin#7024), of assumed widths. It is
-assumed that A overlaps its tensor collectives and messages, and that D and 1F1B of F wait for
-messages. Configurations and sources: `benchmarks/published_runs.csv` and `published_models.csv`.
+A are runs on H100s (NVIDIA/dgxc-benchmarking), B Megatron-Bridge's of 2025 and 2026, D Megatron-LM
+of 2021 on A100s with full rematerialization, F Zero Bubble (arXiv 2401.10241) on A100s, whose
+ZB-2p, a searched order, is predicted as ZB-H2, K JaxPP (marin#7024), M Megatron Core's Mixtral
+8x7B, N Primus. It is assumed that A and B overlap their tensor collectives and messages, and that
+D and 1F1B of F wait for messages. All runs, with configurations and dates:
+`benchmarks/published_runs.csv`, `published_models.csv`; all predictions: `results/published.csv`.
 """
 
 
+def _table(cells: Sequence[Mapping[str, str]]) -> str:
+    lines = [{name: name for name in cells[0]}, dict.fromkeys(cells[0], "---"), *cells]
+    return "\n".join(f"|{'|'.join(line.values())}|" for line in lines)
+
+
 def page(rows: Sequence[Row], said: Sequence[str]) -> str:
-    """Writes docs/published.md."""
-    cells = [row.cells() for row in rows]
-    lines = [cells[0], dict.fromkeys(cells[0], "---"), *cells]
-    lines[0] = {name: name for name in cells[0]}
-    table = "\n".join(f"|{'|'.join(line.values())}|" for line in lines)
-    return f"{_INTRODUCTION}{textwrap.fill(' '.join(said), 100)}\n\n{table}\n{_ENDING}"
+    """Writes docs/published.md: what was found, groups of runs, own steps."""
+    words = "\n".join(textwrap.fill(line, 100) for line in said)
+    own = _table([row.cells() for row in rows if row.prediction is not None])
+    return f"{_INTRODUCTION}{words}\n\n{_table(groups(rows))}\n\n{_OWN}{own}\n{_ENDING}"
 
 
 def main() -> None:
     """Prints the board, and writes docs/published.md."""
-    every = runs()
+    every = [run for run in runs() if run.fits]
     harness.simulate(MOST_SHARING)
-    rates = fit(thirds(every)[FITTED], Rates())
-    rows = board(every, rates)
+    found = fit(fitted(every))
+    rows = board(every, found.rates)
     drawn, (axes,) = common.figure(columns=1)
     axes.plot([row.run.measured for row in rows], [row.predicted for row in rows], ".")
     axes.set_xlabel("seconds of a step, measured", fontsize=8)
@@ -366,7 +401,7 @@ def main() -> None:
     cells = [row.cells() for row in rows]
     title = "published runs, seconds of a step"
     harness.write("published", cells, title=title, figure=drawn, details=details)
-    said = summary(rows, rates)
+    said = summary(rows, found)
     print("\n".join(said))
     PAGE.write_text(page(rows, said), encoding="utf-8")
 

@@ -11,7 +11,8 @@ import contextlib
 import csv
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 from benchmarks.studies import common
 from jaxpipe.planning import devices
 from jaxpipe.planning.cost import kernel_seconds
-from jaxpipe.planning.devices import Cluster, Efficiency
+from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Pass, Sizes
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
@@ -44,7 +45,10 @@ class Shape:
     Args:
       layers, width, heads, kv_heads, mlp_width, vocabulary, length: of a transformer.
       activation: "gelu" or "swiglu"; what takes as many matmuls stands for other functions.
-      experts, experts_per_token: of a mixture; 0 for one MLP.
+      experts, experts_per_token: of a mixture, whose ``mlp_width`` is an expert's; 0 for one MLP.
+      further: layers that predict further tokens, each with a head of its own.
+      more: other fields of `models.gpt.GPTConfig`, "name=number" apart by spaces. First layers that
+        are dense are taken for mixtures, which multiply as much.
     """
 
     layers: int
@@ -57,14 +61,17 @@ class Shape:
     length: int
     experts: int
     experts_per_token: int
+    further: int
+    more: str
 
     @property
     def gated(self) -> bool:
         return self.activation == "swiglu"
 
     def config(self) -> gpt.GPTConfig:
-        """The model as jaxpipe's trainer has it; all layers are alike, and two are traced."""
-        more: dict[str, Any] = {}
+        """The model as jaxpipe's trainer has it; layers of every kind are traced."""
+        given = (field.split("=") for field in self.more.split())
+        more: dict[str, Any] = {name: int(number) for name, number in given}
         if not self.gated:
             more |= {"positions": "learned", "norm": "layer", "bias": True}
         if self.experts:
@@ -72,7 +79,8 @@ class Shape:
             chosen = self.experts_per_token
             more |= {"num_experts": chosen, "experts_per_token": chosen, "capacity_factor": 1.0}
         return gpt.GPTConfig(
-            vocab_size=self.vocabulary, sequence_length=self.length, num_layers=2,
+            vocab_size=self.vocabulary, sequence_length=self.length,
+            num_layers=more.get("global_every", 2),
             width=self.width, num_heads=self.heads, num_kv_heads=self.kv_heads,
             mlp_width=self.mlp_width, activation=self.activation, tied=not self.gated,
             dtype="bfloat16", **more,
@@ -83,25 +91,31 @@ class Run(NamedTuple):
     """A row of the file: configuration, measurements (None where the source has none), source.
 
     Args:
+      date: of its software, or of the source: year and month.
       layers, length: where they are not the model's.
       gbits: of a GPU's port between hosts, Gb/s.
+      per_host: GPUs that NVLink joins.
       chunks: per stage.
       rows, batch: of a microbatch on a data shard, and of a step.
       attention: "flash", one kernel, or "written", with scores in memory.
       sequence_parallel, tensor_overlap, message_overlap, data_overlap: "yes" if the system splits
         norms over tensor devices, and hides these collectives and messages under layers.
-      zero: 1 for a distributed optimizer.
+      grouped: share of a plain matmul's rate that those of experts attain alone, where it is known:
+        Pallas' on an H100 with 64 experts (benchmarks/studies/h100.md).
+      zero: 1 for a distributed optimizer, 3 where weights lie apart, too (FSDP).
       ends_in_layers: "yes" if embedding and loss count as a layer each.
       step_seconds, mfu, tflops, memory_gb: measured; MFU in % of the peak of the precision, and
-        TFLOP/s of a GPU as the source counts them.
+        TFLOP/s of a GPU as the source counts them. All None for a run out of memory.
     """
 
     id: str
+    date: str
     model: str
     layers: int | None
     length: int | None
     device: str
     gbits: float
+    per_host: int
     gpus: int
     tensor: int
     stages: int
@@ -119,6 +133,7 @@ class Run(NamedTuple):
     tensor_overlap: str | None
     message_overlap: str | None
     data_overlap: str | None
+    grouped: float | None
     zero: int
     ends_in_layers: str | None
     step_seconds: float | None
@@ -130,6 +145,11 @@ class Run(NamedTuple):
     @property
     def microbatches(self) -> int:
         return self.batch // (self.data * self.rows)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran at all."""
+        return self.step_seconds is not None or self.tflops is not None
 
     @property
     def local_rows(self) -> float:
@@ -193,26 +213,19 @@ def sc21_flops(shape: Shape, batch: int) -> float:
 
 
 class Rates(NamedTuple):
-    """The numbers that are fitted, all shares.
+    """The numbers that are fitted; all others are measured alone.
 
     Args:
-      h100_matmul, a100_matmul: of the peak, which large matmuls attain.
-      memory: of the memory's bandwidth.
+      sustained: share of the rate of matmuls alone that steps attain (`devices.SUSTAINED`).
       exposed: of tensor collectives, for which a system waits that overlaps them.
+      straggling: share of a step per doubling beyond 8 GPUs (`devices.STRAGGLING`).
     """
 
-    h100_matmul: float = 0.70
-    a100_matmul: float = 0.85
-    memory: float = 0.90
-    exposed: float = 0.40
+    sustained: float = devices.SUSTAINED
+    exposed: float = 0.32
+    straggling: float = devices.STRAGGLING
 
 
-ATTENTION = 0.75
-"""Share of the rate of matmuls that fused attention attains: cuDNN's causal forward on an H100 at
-heads of 128 and 8192 tokens, 529 TFLOP/s (Shah et al. 2024, arXiv 2407.08608, figure 5)."""
-LOADS = 1.0
-"""Share of a matmul's bytes beside its FLOPs. At 1, W of 1024 tokens attains .95 of the rate of
-6144, as in table 6 of Qi et al. 2024 (arXiv 2401.10241)."""
 MESSAGE_SECONDS, MESSAGE_RATE = 0.25e-3, 80e9
 """Seconds of a message of Megatron between stages, and bytes per second beyond: the line through
 the messages of that table, 10.5 to 28 MB on A100s."""
@@ -229,14 +242,9 @@ gradient, and the parameter in 16 bits."""
 def cluster_of(run: Run, rates: Rates) -> Cluster:
     """Makes the devices of a run, with what they attain."""
     device = devices.DEVICES[run.device]
-    attained = Efficiency(
-        flops=getattr(rates, f"{run.device}_matmul"),
-        memory=rates.memory,
-        attention=ATTENTION,
-        loads=LOADS,
-    )
+    attained = dataclasses.replace(device.efficiency, sustained=rates.sustained)
     device = dataclasses.replace(device, efficiency=attained)
-    return devices.cluster(device, run.gpus, link=f"nvlink:8,ib:{run.gbits:g}")
+    return devices.cluster(device, run.gpus, link=f"nvlink:{run.per_host},ib:{run.gbits:g}")
 
 
 # Layers.
@@ -253,7 +261,7 @@ def counted(
 ) -> ModelSizes:
     """Traces two layers, with attention as one kernel ("flash"), or with scores in memory."""
     name = f"width {config.width}, {tensor} x {context}, {remat}, {attention}, {precision}"
-    chosen = ("*kernel",) if precision == "fp8" else ()
+    chosen = () if precision == "bf16" else ("*kernel",)
     written = mock.patch.object(jax.nn, "dot_product_attention", _written_attention)
     with written if attention == "written" else contextlib.nullcontext():
         return common.sizes(
@@ -275,15 +283,17 @@ class Work(NamedTuple):
 
     Args:
       kernels: in 16 bits.
-      cast: elements that are cast, in a system that multiplies in 8 bits.
+      cast: elements that are cast, in a system that multiplies in 8 or 4 bits.
       sent: bytes over the tensor axis.
       exchanged: bytes between the devices of different experts.
+      of_experts: FLOPs of their matmuls.
     """
 
     kernels: tuple[Kernel, ...]
     cast: float
     sent: float
     exchanged: float = 0.0
+    of_experts: float = 0.0
 
 
 def _work(layer_pass: Pass, rows: float, least: float) -> Work:
@@ -303,7 +313,7 @@ def _work(layer_pass: Pass, rows: float, least: float) -> Work:
 
 @functools.cache
 def works(run: Run) -> tuple[Work, ...]:
-    """Counts F, B and W of a layer, and the head.
+    """Counts F, B and W of a layer, the mean if attention differs, and the head.
 
     Kernels beside fused attention are fused as with rematerialization of all but weight matmuls,
     and none is computed again. Without sequence parallelism every device computes all of what heads
@@ -313,7 +323,12 @@ def works(run: Run) -> tuple[Work, ...]:
     def passes(config: gpt.GPTConfig, remat: str) -> list[Work]:
         sizes = sizes_of(counted(config, run.tensor, remat, run.attention))
         least = sizes.message.per_row
-        return [_work(one, run.local_rows, least) for one in (*sizes.layers[0].passes, sizes.head)]
+        of_kinds = [
+            [_work(one, run.local_rows, least) for one in layer.passes] for layer in sizes.layers
+        ]
+        shares = [sizes.kind_of.count(n) / len(sizes.kind_of) for n in range(len(of_kinds))]
+        mean = [_mean(works, shares) for works in zip(*of_kinds, strict=True)]
+        return [*mean, _work(sizes.head, run.local_rows, least)]
 
     shape, config = run.shape, run.shape.config()
     *layer, head = passes(config, run.remat)
@@ -330,8 +345,8 @@ def works(run: Run) -> tuple[Work, ...]:
             work._replace(kernels=work.kernels + (run.tensor - 1) * _of(other, "other"))
             for work, other in zip(layer, passes(narrow, run.remat), strict=False)
         ]
-    if run.precision == "fp8":
-        hidden = (2 if shape.gated else 1) * shape.mlp_width
+    if run.precision != "bf16":
+        hidden = (2 if shape.gated else 1) * shape.mlp_width * max(shape.experts_per_token, 1)
         per_token = 2 * shape.width + (shape.width + hidden) / run.tensor
         cast = run.local_rows * shape.length * per_token
         layer = [work._replace(cast=cast) for work in layer[:2]] + [layer[2]._replace(cast=1.0)]
@@ -339,8 +354,35 @@ def works(run: Run) -> tuple[Work, ...]:
         # Tokens go to their experts, and come back.
         tokens = run.local_rows * shape.length / run.tensor * shape.experts_per_token
         exchanged = 2 * 2 * tokens * shape.width * (run.expert - 1) / run.expert
-        layer = [work._replace(exchanged=exchanged) for work in layer[:2]] + layer[2:]
+        f, b, w = layer
+        again = 2 if run.remat == "full" else 1
+        layer = [f._replace(exchanged=exchanged), b._replace(exchanged=again * exchanged), w]
+    if shape.experts:  # a device reads all of its experts, of which the trace has the chosen ones
+        more = max(0.0, 2 * _other_experts(run))
+        read = Kernel(Linear(0.0, 0.0), Linear(more, 0.0))
+        flops = 6 * run.local_rows * shape.length * shape.width * shape.mlp_width / run.tensor
+        flops *= shape.experts_per_token
+        times = (1, 2 if run.remat == "full" else 1, 1)
+        layer = [
+            work._replace(kernels=(*work.kernels, read), of_experts=n * flops)
+            for work, n in zip(layer, times, strict=True)
+        ]
     return *layer, head
+
+
+def _mean(works: Sequence[Work], shares: Sequence[float]) -> Work:
+    """Makes the work of a layer whose share of attention is the mean of several kinds'."""
+    first, flops = works[0], 0.0
+    for work, share in zip(works, shares, strict=True):
+        flops += share * sum(kernel.flops.at(1) for kernel in _of(work, "attention"))
+    own = sum(kernel.flops.at(1) for kernel in _of(first, "attention"))
+    kernels = tuple(
+        kernel._replace(flops=Linear(0.0, kernel.flops.at(1) * flops / own))
+        if kernel.kind == "attention"
+        else kernel
+        for kernel in first.kernels
+    )
+    return first._replace(kernels=kernels)
 
 
 def _of(work: Work, *kinds: str) -> tuple[Kernel, ...]:
@@ -364,9 +406,11 @@ def pass_seconds(work: Work, run: Run, rates: Rates) -> Parts:
     """Times a pass of the system that ran."""
     cluster = cluster_of(run, rates)
     seconds = CAST_BYTES * work.cast / cluster.bandwidth
+    if run.grouped is not None:
+        seconds += (1 / run.grouped - 1) * work.of_experts / cluster.flops
     for kernel in work.kernels:
         if work.cast and kernel.kind == "matmul":
-            kernel = kernel._replace(kind="fp8")
+            kernel = kernel._replace(kind="fp4" if run.precision == "nvfp4" else "fp8")
         seconds += kernel_seconds(kernel, run.local_rows, cluster)
     shown = rates.exposed if run.tensor_overlap else 1.0
     collectives = shown * work.sent / cluster.within
@@ -384,12 +428,12 @@ def order_of(run: Run, microbatches: int) -> Schedule:
 
 
 def layer_counts(run: Run) -> list[int]:
-    """Counts the layers of every virtual stage; embedding and loss may count as one each."""
-    count = run.stages * run.chunks
-    per_chunk, left = divmod(run.shape.layers + (2 if run.ends_in_layers else 0), count)
-    if left:
-        raise ValueError(f"{run.id}: {run.shape.layers} layers do not fill {count} chunks")
-    layers = [per_chunk] * count
+    """Counts the layers of every virtual stage: one more in the first where they do not divide,
+    one less at the ends where embedding and loss count as one each."""
+    count, shape = run.stages * run.chunks, run.shape
+    ends = 2 if run.ends_in_layers else 0
+    per_chunk, left = divmod(shape.layers + shape.further + ends, count)
+    layers = [per_chunk + (chunk < left) for chunk in range(count)]
     if run.ends_in_layers:
         layers[0] -= 1
         layers[-1] -= 1
@@ -403,7 +447,8 @@ def pipeline_seconds(run: Run, layer: Costs, head: float) -> float:
     """
     p, m, longest = run.stages, run.microbatches, 3 * run.stages + run.microbatches % run.stages
     if p == 1:
-        return m * (run.shape.layers * (layer.f + layer.b + layer.w) + head)
+        layers = run.shape.layers + run.shape.further
+        return m * (layers * (layer.f + layer.b + layer.w) + head)
     cases = [(m, 1.0)]
     if m > longest + p:
         periods = (m - longest) / p
@@ -429,16 +474,18 @@ def _makespan(run: Run, layer: Costs, head: float, microbatches: int) -> float:
 def system_seconds(run: Run, rates: Rates) -> dict[str, float]:
     """Predicts a step of the system that ran, by part."""
     *layer, head = (pass_seconds(work, run, rates) for work in works(run))
-    costs = Costs(*map(sum, layer), message_seconds(run))
-    pipeline = pipeline_seconds(run, costs, sum(head))
-    passes = run.microbatches * run.shape.layers / run.stages
+    costs, shape = Costs(*map(sum, layer), message_seconds(run)), run.shape
+    pipeline = pipeline_seconds(run, costs, (1 + shape.further) * sum(head))
+    passes = run.microbatches * (shape.layers + shape.further) / run.stages
     kernels, collectives = (passes * sum(values) for values in zip(*layer, strict=True))
-    return {
+    parts = {
         "kernels": kernels,
         "collectives": collectives,
         "waits": pipeline - kernels - collectives,
-        "data": data_seconds(run, rates),
+        "data": data_seconds(run, rates, pipeline),
     }
+    waits = rates.straggling * math.log2(max(1.0, run.gpus / 8)) * sum(parts.values())
+    return parts | {"waits": parts["waits"] + waits}
 
 
 def message_seconds(run: Run) -> float:
@@ -454,32 +501,49 @@ def parameters(run: Run) -> float:
     shape = run.shape
     sizes = sizes_of(counted(shape.config(), run.tensor, run.remat, run.attention))
     outer = shape.vocabulary * shape.width / run.tensor
+    layers = (shape.layers + shape.further) / run.stages
+    return layers * (sizes.layers[0].parameters + _other_experts(run)) + outer
+
+
+def _other_experts(run: Run) -> float:
+    """Counts a device's parameters of a layer's experts, less those that are traced."""
+    shape = run.shape
     more = shape.experts / run.expert - shape.experts_per_token
-    of_experts = more * 3 * shape.width * shape.mlp_width / run.tensor
-    return shape.layers / run.stages * (sizes.layers[0].parameters + of_experts) + outer
+    return more * 3 * shape.width * shape.mlp_width / run.tensor
 
 
-def data_seconds(run: Run, rates: Rates) -> float:
+def data_seconds(run: Run, rates: Rates, pipeline: float) -> float:
     """Times the optimizer, and what nothing hides of the sums of gradients and of the gathers of
-    parameters, both in 16 bits: those of a chunk in systems that overlap them."""
+    parameters, both in 16 bits: those of a chunk in systems that overlap them. With FSDP they lie
+    under the layers of each microbatch, but for one layer's."""
     cluster, sharers = cluster_of(run, rates), run.data * run.context
-    updated = parameters(run) / (sharers if run.zero else 1)
-    update = UPDATE_BYTES * updated / cluster.bandwidth
+    own = parameters(run)
+    update = UPDATE_BYTES * own / (sharers if run.zero else 1) / cluster.bandwidth
     # Devices of a host that are in one group send through its ports together.
-    per_host = max(1, min(cluster.per_host // run.tensor, sharers))
+    per_host = max(1, min(cluster.per_host // (run.tensor * run.expert), sharers))
     link = min(cluster.within, per_host * cluster.across)
-    if run.gpus == cluster.per_host:
+    if run.gpus <= cluster.per_host:
         link = cluster.within
-    sent = 2 * 2 * parameters(run) * (sharers - 1) / sharers
+    part = 2 * own * (sharers - 1) / sharers / link
+    if run.zero == 3:
+        moved = 3 * part * run.microbatches
+        return update + max(moved / run.shape.layers, moved - pipeline)
     chunks = run.chunks if run.stages > 1 else run.shape.layers
-    return update + sent / link / (chunks if run.data_overlap else 1)
+    return update + 2 * part / (chunks if run.data_overlap else 1)
 
 
 def system_bytes(run: Run) -> float:
     """Predicts the memory of the stage that needs most: its state, and activations in flight.
 
-    A layer keeps s b h (34 + 5 a s / h) bytes (Korthikanti et al. 2022, equation 1).
+    A layer keeps s b h (34 + 5 a s / h) bytes (Korthikanti et al. 2022, equation 1); with full
+    rematerialization its input, and one layer, or the head, works at a time.
     """
+    if run.remat == "full":
+        sizes = sizes_of(counted(run.shape.config(), run.tensor, "full", run.attention))
+        working = max(sizes.layers[0].live.at(run.local_rows), sizes.head_live.at(run.local_rows))
+        kept = run.shape.layers * sizes.message.at(run.local_rows)
+        sharers = run.data * run.context if run.zero == 3 else 1
+        return STATE_BYTES * parameters(run) / sharers + kept + working
     shape, order = run.shape, order_of(run, min(run.microbatches, 4 * run.stages))
     s, h, a = shape.length, shape.width, shape.heads
     kept = run.rows * s * h * (34 + 5 * a * s / h)

@@ -1,6 +1,7 @@
 """The published runs of benchmarks/published.py: the file is whole, and predictions make sense."""
 
 import math
+import re
 
 import pytest
 
@@ -11,12 +12,16 @@ RUNS = {run.id: run for run in published_systems.runs()}
 
 
 def test_runs_are_whole():
-    assert len(RUNS) >= 70
+    mixtures = sum(run.shape.experts > 0 for run in RUNS.values())
+    assert mixtures >= 40
+    assert len(RUNS) - mixtures >= 130
     for run in RUNS.values():
+        assert re.fullmatch(r"20\d\d-[01]\d", run.date), run.id
         assert run.data * run.tensor * run.context * run.stages == run.gpus, run.id
         assert run.batch == run.microbatches * run.data * run.rows, run.id
-        assert sum(published_systems.layer_counts(run)) == run.shape.layers, run.id
-        assert run.measured > 0, run.id
+        layers = run.shape.layers + run.shape.further
+        assert sum(published_systems.layer_counts(run)) == layers, run.id
+        assert run.measured > 0 if run.fits else run.memory_gb is None, run.id
         assert run.source, run.id
 
 
@@ -65,6 +70,34 @@ def test_parts_of_jaxpipes_program_add_up_to_its_step():
     seconds = published.own_seconds(prediction)
     assert sum(seconds.values()) == pytest.approx(prediction.step_seconds)
     assert all(0 <= part < math.inf for part in seconds.values()), seconds
+
+
+def test_the_mixture_of_67b_has_its_parameters_and_takes_the_time_that_was_measured():
+    shape = RUNS["K-snow-256"].shape
+    per_expert = 3 * shape.width * shape.mlp_width
+    shared, head = 3 * shape.width * 2560, 128
+    attention = 2 * shape.width * head * (shape.heads + shape.kv_heads)
+    of_layer = shape.experts * (per_expert + shape.width) + shared + attention
+    assert shape.layers * of_layer + 2 * shape.vocabulary * shape.width == pytest.approx(
+        67_078_882_816, rel=2e-3
+    )
+    for name in ("K-snow-256", "K-snow-128"):
+        seconds = published_systems.system_seconds(RUNS[name], published_systems.Rates())
+        assert sum(seconds.values()) == pytest.approx(RUNS[name].measured, rel=0.1)
+
+
+def test_the_slowest_chunk_counts_where_layers_do_not_divide():
+    counts = published_systems.layer_counts(RUNS["K-snow-256"])
+    assert (sum(counts), set(counts)) == (26, {1, 2})
+    ends = published_systems.layer_counts(RUNS["A-l405-512-fp8"])
+    assert (ends[0], ends[1], ends[-1]) == (1, 2, 1)
+
+
+def test_fitted_models_are_whole_and_few():
+    models = {run.model for run in published.fitted(list(RUNS.values()))}
+    dense = {run.model for run in RUNS.values() if not run.shape.experts}
+    assert 2 < len(models) < len(dense) / 2
+    assert all(run.device != "b200" for run in published.fitted(list(RUNS.values())))
 
 
 def test_memory_is_near_the_measured():
