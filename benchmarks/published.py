@@ -259,11 +259,14 @@ def board(every: Sequence[Run], rates: Rates) -> list[Row]:
 
 
 def ranked(rows: Sequence[Row]) -> tuple[int, int]:
-    """Counts pairs of schedules, of one model and batch, that are ordered as measured, and all."""
+    """Counts pairs of runs that differ in the schedule and are ordered as measured, and all."""
     right = total = 0
+
+    def others(run: Run) -> tuple[object, ...]:
+        return run.model, run.batch, run.gpus, run.stages, run.tensor, run.precision, run.date
+
     for one, other in itertools.combinations(rows, 2):
-        same = (one.run.model, one.run.batch) == (other.run.model, other.run.batch)
-        if same and one.run.gpus == other.run.gpus and one.run.schedule != other.run.schedule:
+        if others(one.run) == others(other.run) and one.run.schedule != other.run.schedule:
             total += 1
             by = one.run.measured - other.run.measured, one.predicted - other.predicted
             right += by[0] * by[1] >= 0
@@ -273,7 +276,7 @@ def ranked(rows: Sequence[Row]) -> tuple[int, int]:
 def summary(rows: Sequence[Row], found: Fit) -> list[str]:
     """Says in words how good the predictions are."""
     shown = ", ".join(
-        f"{name} {value:.4f} ({least:.4f} to {most:.4f})"
+        f"{name} {value:.4f}" + (f" ({least:.4f} to {most:.4f})" if most > least else "")
         for name, value, least, most in zip(Rates._fields, *found, strict=True)
     )
     dense = [row.error for row in rows if not (row.fitted or row.run.shape.experts)]
@@ -286,8 +289,8 @@ def summary(rows: Sequence[Row], found: Fit) -> list[str]:
         "that differ in the number of GPUs alone.",
         f"**{len(dense)} dense runs that were not fitted: {_quantiles(dense)}.**",
         f"{len(mixtures)} mixtures, none fitted: {_quantiles(mixtures)}.",
-        f"Of {pairs[1]} pairs of schedules with the same model and batch, {pairs[0]} are ordered "
-        "as measured.",
+        f"Of {pairs[1]} pairs of runs that differ in the schedule alone, {pairs[0]} are ordered as "
+        "measured.",
         f"Memory of {len(off)} runs: {np.median(off):.1%} off in the median, {max(off):.1%} at "
         "most.",
     ]
