@@ -92,6 +92,8 @@ LIMITS = {
     "1x8 1f1b, unrolled, dots": Limits(1.05, 0, 0.03),
     "1x8 1f1b, unrolled, full": Limits(1.5, 0, 0.02),
     "1x8 1f1b, stacked, dots": Limits(1.57, 405, 0.025),
+    "1x8 breadth-first, ZeRO-3, unrolled, dots, partition chosen": Limits(1.14, 0, 0.025),
+    "1x8 zb-v, ZeRO-3, unrolled, dots, partition chosen": Limits(1.05, 0, 0.04),
 }
 
 
