@@ -136,13 +136,17 @@ def received(
       come: when each stage comes to the exchange of messages.
       message, rendezvous: as for `replay`.
     """
+    # Plans run this millions of times: comparisons take a third of the time of `max`.
     latest = [*times]
     for sender, receiver in edges:
-        arrival = come[sender] + message
-        if rendezvous:
-            arrival = max(arrival, come[receiver] + message)
-            latest[sender] = max(latest[sender], arrival)
-        latest[receiver] = max(latest[receiver], arrival)
+        begins = come[sender]
+        if rendezvous and come[receiver] > begins:
+            begins = come[receiver]
+        arrival = begins + message
+        if rendezvous and arrival > latest[sender]:
+            latest[sender] = arrival
+        if arrival > latest[receiver]:
+            latest[receiver] = arrival
     return latest
 
 
