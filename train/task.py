@@ -56,7 +56,6 @@ class Task(abc.ABC):
       adapts: whether its layers can have low-rank adapters.
       data_options: fields of the section ``data``, beside ``path``, that the family reads.
       data_kind: one of `train.data.folder.KINDS`; None if ``data.path`` is not read.
-      in_pieces: whether layers on tensor devices run in pieces of the sequence (`models.pieces`).
       report_file: the file that `report` writes to the run folder; None if it writes none.
       shape: shape of the model.
       units_per_row: number of units in a row.
@@ -77,7 +76,6 @@ class Task(abc.ABC):
     data_options: ClassVar[tuple[str, ...]] = ()
     data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None
-    in_pieces: bool = False
     units_per_row: int
 
     def __init__(self, config: Config) -> None:
@@ -149,6 +147,11 @@ class Task(abc.ABC):
         """
         del axis
         return {}
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether layers on tensor devices run in pieces of the sequence (`models.pieces`)."""
+        return False
 
     @abc.abstractmethod
     def init(self, rng: jax.Array) -> PyTree:

@@ -53,7 +53,10 @@ class GPT(Task):
             self.dropout = self.dropout or lora.dropout > 0
         self.units_per_row = self.shape.sequence_length
         self.num_layers = self.shape.num_layers + self.shape.num_further
-        self.in_pieces = all(map(self.shape.in_pieces, self.shape.layer_kinds))
+
+    @property
+    def in_pieces(self) -> bool:
+        return all(map(self.shape.in_pieces, self.shape.layer_kinds))
 
     def few_layers(self) -> tuple[Config, Sequence[int]]:
         shape, kinds = self.shape, self.shape.layer_kinds
