@@ -351,16 +351,17 @@ before any prediction.
 
 """
 _OWN = """\
-jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and weights
-unrolled; of policies, and of ZeRO-1 and 2, it has the fastest for which at most 68 of 80 GB are
-predicted, or else of the leanest. Its chunks hold a layer at least: where a system fills them with
-embedding and loss, too, it has v chunks per stage, of those up to the run's the fastest. "ratio"
-is jaxpipe's step on the same mesh by that predicted for the system. Where it is above 1, "loses"
-names what loses most, in seconds, and the memory if it is more: kernels (XLA fuses less, or
-computes again), collectives within layers, copies (values into slots and out of them, and sums of
-gradients), waits (for other stages, messages and the head, and, where v is given, for chunks of
-more layers), and data (over data shards, and the optimizer). Shown is, of each model, precision,
-mesh and schedule on A100s and H100s, the run with the fewest GPUs.
+jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and unrolled
+weights. Of the rematerialization policies and of ZeRO-1 and 2, it takes the fastest combination for
+which at most 68 of 80 GB are predicted, or the leanest if none fits. Each of its chunks holds at
+least one layer. Where a system has chunks of embedding or loss alone, jaxpipe may therefore run
+with fewer chunks per stage; the table then gives their number as v. "ratio" is jaxpipe's step
+divided by the one predicted for the system on the same mesh. Where it is above 1, "loses" names the
+largest losses in seconds, and the memory if jaxpipe needs more. The losses are kernels (XLA fuses
+less, or computes again), collectives within layers, copies (values into slots and out of them, and
+sums of gradients), waits (for other stages, messages and the head, and, where v is given, for
+chunks of more layers), and data (over data shards, and the optimizer). Of each model, precision,
+mesh and schedule on A100s and H100s, the table has the run with the fewest GPUs.
 
 """
 _ENDING = """

@@ -12,7 +12,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,7 @@ import numpy as np
 from flax import nnx
 
 from models.blocks import Linear, matmul
-
-PyTree = Any
+from models.types import PyTree
 
 TRAINED = "*/lora_[ab]"
 """Paths of the parameters of adapters."""

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxpipe import Model
 from models import gpt
 from models.gpt_config import GPTConfig
-
-PyTree = Any
+from models.types import PyTree
 
 
 def model(config: GPTConfig, beta: float, **axes: Any) -> Model:

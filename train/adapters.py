@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from models import gpt
 from models.adapters import BLOCK, Adapters
 from models.gpt_config import GPTConfig
+from models.types import PyTree
 from train import configured, tasks
 from train.config import Config, LoraConfig
 from train.errors import Failure
-
-PyTree = Any
 
 _SHAPE = ("rank", "alpha", "targets", "base")
 """Fields of ``lora`` that decide what the weights of a run mean."""

@@ -18,6 +18,9 @@ from train.processes import distributed
 from train.step import Setup, TrainState
 from train.watch.metrics import recorded, say, shown
 
+_LARGEST_EXPONENT = 700.0
+"""Its exponential is a float64; that of a larger loss need not be."""
+
 
 def run(config: Config) -> None:
     """Prints loss and metrics of ``train.eval_batches`` held-out batches; writes nothing.
@@ -39,18 +42,27 @@ def run(config: Config) -> None:
     unit = setup.task.loss_unit
     loss = "not finite" if values["loss"] is None else f"{values['loss']:.4f} {unit}".rstrip()
     say(console, f"held-out loss {loss}{metrics} over {num_batches} batches of {size}")
-    losses = {
-        name: recorded(means(setup, state, rows, num_batches)["loss"])
-        for name, rows in setup.task.load_domains().items()
-    }
-    for line in of_domains(losses):
+    for line in of_domains(domain_losses(setup, state, setup.task.load_domains(), num_batches)):
         say(console, line)
+
+
+def domain_losses(
+    setup: Setup, state: TrainState, domains: Mapping[str, Examples], num_batches: int
+) -> dict[str, float | None]:
+    """Evaluates each domain, by its name, as `means` does; None for a loss that is not finite."""
+    return {
+        name: recorded(means(setup, state, rows, num_batches)["loss"])
+        for name, rows in domains.items()
+    }
 
 
 def of_domains(losses: Mapping[str, float | None]) -> Iterator[str]:
     """Writes the loss and the perplexity of each domain."""
     for name, loss in losses.items():
-        text = "not finite" if loss is None else f"{loss:.4f}, perplexity {math.exp(loss):.4g}"
+        text = "not finite"
+        if loss is not None:
+            perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+            text = f"{loss:.4f}, perplexity {perplexity:.4g}"
         yield f"  {name}: loss {text}"
 
 

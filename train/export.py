@@ -20,14 +20,13 @@ from jaxpipe.errors import printable
 from models import hugging_face
 from models.adapters import merged
 from models.hugging_face_fields import TokenIds
+from models.types import PyTree
 from train import initial, tasks
 from train.config import Config
 from train.data.tokenizer_files import Exported
 from train.errors import ConfigError
 from train.runs import checkpoint, run_folder
 from train.step import with_sharding
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)

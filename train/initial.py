@@ -17,6 +17,7 @@ from rich.console import Console
 
 from jaxpipe import Checkpoints, load_params
 from models import hugging_face
+from models.types import PyTree
 from train import adapters, tasks
 from train.config import Config, upgraded
 from train.config_file import load_yaml
@@ -26,8 +27,6 @@ from train.object_store import is_url
 from train.runs import checkpoint, mirror, run_folder
 from train.step import Setup, TrainState
 from train.watch.metrics import say
-
-PyTree = Any
 
 LATEST, BEST, EMA = "latest", "best", "ema"
 

@@ -629,10 +629,9 @@ class Trainer:
         found = {f"eval_{name}": recorded(value) for name, value in means.items()}
         if self.domains:
             with self.goodput.on(EVALUATION):
-                found["eval_domains"] = {
-                    name: recorded(evaluation.means(self.setup, state, rows, num_batches)["loss"])
-                    for name, rows in self.domains.items()
-                }
+                found["eval_domains"] = evaluation.domain_losses(
+                    self.setup, state, self.domains, num_batches
+                )
         return found
 
     def _record(self, step: int, values: Any) -> None:

@@ -20,11 +20,10 @@ from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
 from jaxpipe import AsyncPipeline
+from models.types import PyTree
 from train import configured
 from train.config import Config
 from train.step import Key, Leaf, Setup, TrainState, Values, named, with_sharding
-
-PyTree = Any
 
 _CARRIED = {
     "weights": "weights",

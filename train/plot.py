@@ -6,18 +6,18 @@ Loss, held-out loss, speed and bubble by step. A run draws its own as ``run.svg`
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from jaxpipe.files import write_whole
 from train.runs import run_folder
+from train.watch import metrics
 
 FILE = "run.svg"
 _WIDTH, _HEIGHT, _LEFT, _GAP = 640, 150, 70, 46
@@ -60,7 +60,6 @@ def draw(folders: Sequence[Path]) -> str:
 
     Raises:
       ValueError: a folder without records of steps.
-      OSError: a folder without ``metrics.jsonl``.
     """
     runs = {folder.name: _panels(folder) for folder in folders}
     names = list(dict.fromkeys(name for panels in runs.values() for name in panels))
@@ -78,14 +77,12 @@ def draw(folders: Sequence[Path]) -> str:
 
 def _panels(folder: Path) -> dict[str, Points]:
     """Reads the points of each panel that a run has; a step that ran twice counts once."""
-    records = dict[int, Mapping[str, Any]]()
-    with (folder / run_folder.METRICS_FILE).open(encoding="utf-8") as file:
-        for record in map(json.loads, file):
-            records[record["step"]] = record
-    speeds = {key for record in records.values() for key in record.get("speed", {})}
+    path = folder / run_folder.METRICS_FILE
+    by_step = {record["step"]: record for _, record in metrics.records(path)}
+    speeds = {key for record in by_step.values() for key in record.get("speed", {})}
     rate = next((key for key in sorted(speeds) if key.endswith("_per_second")), "")
     panels: dict[str, Points] = {}
-    for step, record in sorted(records.items()):
+    for step, record in sorted(by_step.items()):
         values = {
             "loss": record.get("loss"),
             "held-out loss": record.get("eval_loss"),
@@ -96,7 +93,7 @@ def _panels(folder: Path) -> dict[str, Points]:
             if name and value is not None:
                 panels.setdefault(name, []).append((step, value))
     if not panels:
-        raise ValueError(f"{folder} has no records of steps to draw.")
+        raise ValueError(f"{path} has no records of steps to draw.")
     return panels
 
 

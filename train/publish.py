@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,12 +26,12 @@ from models import hugging_face
 from models.adapters import merged
 from models.hugging_face_fields import TokenIds
 from models.hugging_face_files import CONFIG, INDEX, library
+from models.types import PyTree
 from train.config import Config
 from train.errors import Failure, refused
 from train.step import Setup, TrainState
 from train.tasks import find
 
-PyTree = Any
 LATEST = "latest"
 _PATIENCE_SECONDS = 600.0
 """Time for which process 0 waits for the files of the others."""

@@ -24,6 +24,7 @@ from jaxpipe.schedule import (
     device_clock,
     partition,
 )
+from models.types import PyTree
 from train import configured, errors, tasks
 from train.config import Config
 from train.configured import Choice
@@ -31,7 +32,6 @@ from train.optimizers import learning_rate, make_optimizer
 from train.processes import distributed
 from train.task import Task
 
-PyTree = Any
 Key = jax.Array | None
 Leaf = jax.Array | jax.ShapeDtypeStruct
 Values = dict[str, PyTree]

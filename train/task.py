@@ -18,12 +18,11 @@ import optax
 import pydantic
 
 from jaxpipe import Model
+from models.types import PyTree
 from train.config import Config, DataConfig, Section
 from train.data.stream import Examples, Unnumbered
 from train.data.tokenizer_files import Exported
 from train.errors import Failure
-
-PyTree = Any
 
 
 def _from_yaml(declared: Any) -> Any:

@@ -42,7 +42,7 @@ EXPOSED_IN_PIECES = {2: 0.08, 4: 0.08, 8: 0.22}
 """Share of tensor collectives that layers in pieces expose, by the devices: compiled programs of
 Llama 70B (docs/design/002-axes.md)."""
 PIECES_SECONDS, PIECES_BYTES = 0.2e-3, 16 << 20
-"""What pieces add to F, B and W each there, and the activation from which on layers run in them."""
+"""Seconds that pieces add to each of F, B and W, and bytes of the smallest activation in pieces."""
 
 
 class Measures(NamedTuple):
@@ -108,7 +108,7 @@ class Prediction(NamedTuple):
 
     @property
     def measures(self) -> Measures:
-        """What plans are ranked by: time and cost with the doubt."""
+        """Measures by which plans are ranked: time and cost include the doubt."""
         doubted = 1 + self.doubt / self.step_seconds
         return Measures(doubted * self.train_seconds, self.device_bytes, doubted * self.dollars)
 

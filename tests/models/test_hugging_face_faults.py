@@ -254,6 +254,24 @@ def test_every_tensors_shape_is_the_configs(tmp_path, family):
         )
 
 
+def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+    hugging_face.save(tmp_path, GPT2, drawn(GPT2)[0])
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name.replace("h.1.ln_2.bias", "h.1.ln_3.bias"): x[:5] if "wpe" in name else x
+            for name, x in tensors.items()
+        },
+    )
+    text = "\n".join(failures(tmp_path))
+    for part in (
+        "lacks tensors: transformer.h.1.ln_2.bias",
+        "of no use: transformer.h.1.ln_3.bias",
+        "wpe.weight gives",
+    ):
+        assert part in text
+
+
 def test_missing_and_wrong_tensors_have_the_names_of_the_files(tmp_path):
     """Experts are joined there: a published folder without some does not have our names."""
     config = CONFIGS["gpt_oss"]

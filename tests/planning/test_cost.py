@@ -44,7 +44,7 @@ PLAN = Plan(
     microbatches=8, rows=2, remat="none", zero=Zero.NOTHING, weight_slots=1, weights="stacked",
 )  # fmt: skip
 ROOFLINE = devices.Efficiency(0.81, 0.90, attention=1.0, loads=0.0, sustained=1.0)
-"""What the roofline of benchmarks/studies/h100.md assumes."""
+"""Assumptions of the roofline in benchmarks/studies/h100.md."""
 OF_EXPERTS = {"stage": 2, "data": 4, "microbatches": 4, "expert": 2}
 OF_SLICES = {"microbatches": 4, "remat": "full", "weights": "unrolled", "slices": 4}
 

@@ -1,14 +1,21 @@
 """What benchmarks read from programs that are compiled for GPUs and TPUs."""
 
+import itertools
+
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps
-from benchmarks.hlo import HloProgram, Scope, is_around, scope_of
+from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps, plain_steps
+from benchmarks.hlo import HloProgram, Scope, is_around, layers_of, scope_of
 from benchmarks.kernels import Use, kernel
-from benchmarks.roofline import LAUNCH, PEAKS, Roofline
+from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
+from jaxpipe.runtime.layers.split import REMAT_POLICIES
+from jaxpipe.runtime.tick.fixed import RESIDUALS_OF
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.lowering.lower import lower
 from models import gpt
 
 # The roofline model of `benchmarks/gpu_roofline.py`.
@@ -152,6 +159,56 @@ def test_what_a_kernel_does(name, use, flops, moved):
     assert (found.use, found.flops, found.bytes) == (use, flops, moved)
 
 
+def attention(call: str):
+    """The kernel of a custom call on 48 queries and 96 keys and values of 4 and 2 heads."""
+    text = f"""
+ENTRY %main (q: bf16[2,48,4,16]) -> bf16[2,48,4,16] {{
+  %q = bf16[2,48,4,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,96,2,16]{{3,2,1,0}} parameter(1)
+  ROOT %y = {call}
+}}
+"""
+    program = HloProgram(text)
+    found = kernel(program, "main", program.computations["main"][-1], WEIGHTS)
+    assert found.use is Use.ATTENTION
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "matmuls"),
+    [("Softmax", "CAUSAL", 1), ("Softmax", "NO_MASK", 2), ("SoftmaxBackward", "CAUSAL", 2.5)],
+)
+def test_attention_is_two_matmuls_and_five_backward_half_of_them_if_causal(target, mask, matmuls):
+    result, call = "(bf16[2,4,48,16]{3,1,2,0}, u8[0]{0})", f'"__cudnn$fmha{target}", {mask}'
+    found = attention(f"{result} custom-call(%q, %q, %q), custom_call_target={call}")
+    assert found.flops == matmuls * 2 * (2 * 4) * 48 * 48 * 16
+    assert found.bytes == 4 * 2 * 2 * 48 * 4 * 16
+
+
+KEYS = "bf16[2,96,2,16]{3,2,1,0}"
+
+
+@pytest.mark.parametrize(
+    ("results", "matmuls"),
+    [
+        ("(bf16[2,48,4,16]{3,2,1,0}, f32[2,4,48]{2,1,0})", 2),
+        ("bf16[2,48,4,16]{3,2,1,0}", 3),
+        (f"({KEYS}, {KEYS})", 4),
+    ],
+    ids=["forward", "queries", "keys and values"],
+)
+def test_kernels_of_attention_over_blocks_compute_half_of_all_pairs(results, matmuls):
+    target = 'custom_call_target="__gpu$xla.gpu.triton"'
+    found = attention(f"{results} custom-call(%q, %k, %k), {target}")
+    assert found.flops == matmuls * 2 * (2 * 4) * (48 * 96 / 2) * 16
+
+
+def seconds(**trips: float):
+    """The entry's time by use, if these loops run so often."""
+    roofline = Roofline(HloProgram(PROGRAM), WEIGHTS)
+    return roofline.run("main", lambda loop: trips[loop.name])
+
+
 @pytest.mark.parametrize(
     ("hosts", "bandwidth"),
     [
@@ -173,9 +230,78 @@ def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(hosts,
         assert spent[Use.TRANSFERS] == pytest.approx(max(0.0, gather - between))
 
 
+def test_a_loop_takes_its_trips_and_a_launch_for_every_question_whether_to_go_on():
+    none, three = seconds(layers=0, met=0), seconds(layers=3, met=0)
+    product = 2 * (32 * 64 + 64 * 256 + 32 * 256) / PEAKS["memory"].value
+    assert three[Use.MATMUL] - none[Use.MATMUL] == pytest.approx(3 * product)
+    assert three[Use.LAUNCHES] - none[Use.LAUNCHES] == pytest.approx(6 * LAUNCH.value)
+
+
+def test_the_host_waits_for_loops_that_communicate():
+    none, once = seconds(layers=0, met=0), seconds(layers=5, met=1)
+    assert none[Use.WAITS] == pytest.approx(WAIT.value)
+    assert once[Use.WAITS] == pytest.approx(2 * WAIT.value)
+    without = seconds(layers=5, met=0)[Use.TRANSFERS]
+    message = 2 * 8192 / PEAKS["nvlink"].value
+    assert once[Use.TRANSFERS] - without == pytest.approx(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,4},{1,5}}, x", [[0, 4], [1, 5]]),
+        ("source_target_pairs={{0,1},{1,2}}, x", [[0, 1], [1, 2]]),
+        ("replica_groups=[2,4]<=[8], x", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_device_groups(text, groups):
+    assert device_groups(text) == groups
+
+
 def loop(scope: str):
     text = PROGRAM.replace("F/chunk1_layer2", scope)
     return next(row for row in HloProgram(text).computations["main"] if row.name == "layers")
+
+
+@pytest.mark.parametrize("form", ["stacked", "unrolled", "known"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "breadth-first-fused"])
+def test_the_loops_of_all_ticks_run_every_layer_of_every_action_once(name, form):
+    schedule = catalog.build(name, stages=4, microbatches=8)
+    counts = [3] * schedule.placement.num_virtual_stages
+    table = lower(schedule, counts, own_slots=True)
+    places = {
+        "stacked": [""],
+        "unrolled": [f"/chunk{c}_layer{n}" for c in range(schedule.num_chunks) for n in range(3)],
+    }
+    for kind in table.passes:
+        cells = table.cells(kind, ("chunk", "layers", *RESIDUALS_OF[kind])).values()
+        places["known"] = ["/" + "_".join(f"{k}{n}" for k, n in cell.items()) for cell in cells]
+        loops = [loop(f"{kind.name}{place}") for place in places[form]]
+        for stage, order in enumerate(schedule.orders):
+            trips = [
+                modelled_steps.Trips(table, tick, stage)(row)
+                for tick in range(table.num_ticks)
+                for row in loops
+            ]
+            trips = [n * layers_of(row) for n, row in zip(trips, itertools.cycle(loops))]
+            assert sum(trips) == 3 * sum(action.kind is kind for action in order)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says(together):
+    schedule = catalog.build("breadth-first", stages=2, microbatches=4)
+    table = lower(schedule, [2] * 4, together=together)
+    places = [(tick, stage) for tick in range(table.num_ticks) for stage in range(2)]
+
+    def runs(scope: str) -> float:
+        return sum(modelled_steps.Trips(table, *place)(loop(scope)) for place in places)
+
+    # On both stages, or on one of the ends.
+    number = 4 * (2 if together else 1)
+    assert runs("enter") == runs("leave") == runs("embed_gradient") == number
+    assert runs("gather/chunk0") + runs("gather/chunk1") == sum(table.gathers.counts)
+    assert runs("reduce") == 2 * sum(table.reduces.counts)
 
 
 def test_a_loop_is_of_the_tick_that_it_stands_in():
@@ -206,6 +332,21 @@ def test_the_model_that_is_costed_has_cudnns_attention():
     with attention_of_gpus():
         program = jax.make_jaxpr(lambda params, tokens: gpt.logits(config, params, tokens))
         assert "dot_product_attention_fwd" in str(program(params, tokens))
+
+
+@pytest.mark.parametrize(("remat", "forwards"), [("none", 1), ("dots", 1), ("full", 2)])
+def test_only_full_remat_runs_cudnns_attention_again(remat, forwards):
+    query = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
+
+    def layer(x):
+        y = jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+        return y.sum().astype("float32")
+
+    kept = REMAT_POLICIES[remat]
+    layer = layer if kept is None else jax.checkpoint(layer, policy=kept)
+    with attention_of_gpus():
+        program = str(jax.make_jaxpr(jax.grad(layer))(query))
+    assert program.count("= dot_product_attention_fwd_wrapper[") == forwards
 
 
 # Transfers, copies and waits: `benchmarks/gpu_compile.py` and `tpu_compile.py`.
@@ -335,6 +476,40 @@ def test_only_what_is_outside_cuda_graphs_waits_for_the_host():
 
 
 # Steps without a pipeline: `benchmarks/plain_steps.py`.
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(("remat", "shards"), [("full", 1), ("none", 2)])
+def test_steps_without_a_pipeline_have_the_models_loss_and_gradients(remat, shards):
+    config = gpt.GPTConfig(
+        vocab_size=48, sequence_length=12, num_layers=2, width=32, num_heads=2, dtype="bfloat16"
+    )
+    model, params = gpt.model(config), gpt.init(config, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (3, 2, 13), 0, 48)  # three microbatches
+
+    @jax.jit
+    @jax.value_and_grad
+    def expected(params):
+        def loss(rows):
+            x = model.embed(params, {"tokens": rows}, None)
+            for weights in plain_steps.by_layer(params)["layers"]:
+                x = model.layer(weights, x, None, None)
+            return model.head_loss(params, x, {"tokens": rows}, None)
+
+        return sum(map(loss, tokens))
+
+    devices = jax.devices()[:shards]
+    make = plain_steps.plain_step if shards == 1 else plain_steps.sharded_step
+    step = make(config, remat, *((devices[0],) if shards == 1 else (devices,)), tokens.shape)
+    placed = jax.device_put((plain_steps.by_layer(params), tokens), step.input_shardings[0])
+    loss, gradients = step(*placed)
+    expected_loss, whole = expected(params)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    for found, wanted in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(plain_steps.by_layer(whole)), strict=True
+    ):
+        # What is computed again is rounded to bfloat16 elsewhere.
+        assert jnp.abs(found / shards - wanted).max() <= 0.02 * jnp.abs(wanted).max()
 
 
 @pytest.mark.slow

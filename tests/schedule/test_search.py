@@ -72,9 +72,7 @@ def test_close_to_proven_optima(step):
     found = [above_optimum(record) for record in OPTIMA[::step]]
     assert min(found) > -1e-9
     assert mean(found) <= 0.01
-    late = [above for above in found if above > 0.02]
-    assert len(late) <= len(found) / 13  # docs/benchmarks.md names them
-    assert max(found) <= 0.053
+    assert max(found) <= 0.02
 
 
 def test_a_search_counts_its_work_and_says_what_it_does():
@@ -325,9 +323,8 @@ def test_search_reaches_the_frontier(stages):
             assert excess(schedule)[0] == FRONTIER[p, k]
 
 
-@pytest.mark.parametrize(
-    ("generate", "costs"), [(v_min, COSTS), (v_half, Costs(1, 1, 1, 0.5)), (v_zb, COSTS)]
-)
+@pytest.mark.parametrize("costs", [COSTS, Costs(1, 1, 1, 0.5)])
+@pytest.mark.parametrize("generate", [v_min, v_half, v_zb])
 def test_search_is_never_worse_than_the_named_schedules(generate, costs):
     named = generate(4, 14)
     found = family(4, 14, peak(named), costs)
@@ -340,7 +337,7 @@ def test_search_uses_the_costs():
     assert excess(family(4, 24, 6, costs), costs)[1] <= 13 < excess(family(4, 24, 6), costs)[1]
 
 
-@settings(max_examples=5)
+@settings(max_examples=8)
 @given(p=st.integers(1, 5), m=st.integers(1, 9), halves=st.integers(0, 8))
 def test_search_with_few_microbatches_and_any_limit_that_fits(p, m, halves):
     k = min(peak(v_min(p, 2 * p)), 2 * m) + halves

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 
 import jax.numpy as jnp
@@ -187,6 +188,22 @@ def test_a_loss_that_became_better_by_itself_is_not_the_best(folder):
         _save(checkpoints, 2, 3.0)
         _save(checkpoints, 3, 4.0)
         assert checkpoints.steps == [1, 3]
+
+
+def test_every_flipped_bit_is_found_or_harmless(folder):
+    random_ = random.Random(0)
+    files, num_found = [path for path in (folder / "2").rglob("*") if path.is_file()], 0
+    sizes = [path.stat().st_size for path in files]  # large files have most of the bits
+    for path in random_.choices(files, k=8) + random_.choices(files, sizes, k=8):
+        bit = random_.randrange(8 * path.stat().st_size)
+        _flip(path, bit)
+        if _latest(folder) == 1:
+            num_found += 1
+        else:
+            _assert_restores(folder, 2)
+        _flip(path, bit)
+    assert num_found >= 10
+    assert _latest(folder) == 2
 
 
 def test_the_damaged_step_is_saved_again_and_nothing_is_deleted(folder):

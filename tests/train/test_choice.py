@@ -1,8 +1,10 @@
 """What a run has chosen is kept: by its resume, and by all of its processes."""
 
+import contextlib
 import dataclasses
 import io
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,20 @@ def test_a_damaged_record_is_refused_in_one_line(path, recorded):
         path.write_text(json.dumps(record | {field: value}))
         with pytest.raises(ValueError, match=r"\A.+\Z"):  # one line, whatever is damaged
             configured.read_choice(path, _config())
+
+
+def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
+    whole, random_ = path.read_bytes(), random.Random(0)
+    for _ in range(300):
+        data = bytearray(whole[: random_.choice([len(whole), random_.randrange(len(whole))])])
+        if data:
+            data[random_.randrange(len(data))] = random_.randrange(256)
+        path.write_bytes(data)
+        found = None
+        with contextlib.suppress(ValueError):
+            found = configured.read_choice(path, _config())
+        # A name or a cost that still fits may be another.
+        assert found is None or found.schedule.orders == recorded.schedule.orders
 
 
 def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):

@@ -13,7 +13,8 @@ def _run(folder, losses):
     lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     lines[-1] |= {"eval_loss": 2.5, "speed": {"tokens_per_second": 4096.0, "bubble": 0.25}}
     again = [lines[0] | {"loss": 99.0}, *lines]  # step 1 ran twice
-    (folder / METRICS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in again))
+    text = "".join(f"{json.dumps(line)}\n" for line in again)
+    (folder / METRICS_FILE).write_text(f'{text}{{"step": 9, "lo')  # it was killed while it wrote
 
 
 def test_runs_are_drawn_in_one_picture(tmp_path, capsys):
@@ -43,6 +44,8 @@ def test_domains_are_folders_of_the_same_tokenizer(make, folder):
     assert (name, len(rows)) == ("counting", 64)
     (message,) = evaluation.of_domains({"counting": 0.0})
     assert message == "  counting: loss 0.0000, perplexity 1"
+    (message,) = evaluation.of_domains({"counting": 1000.0})
+    assert message == "  counting: loss 1000.0000, perplexity inf"
     wrong = settings | {"data.domains": {"counting": str(folder / "no")}}
     (failure,) = checks.check(make(wrong))
     assert failure.message.startswith("data.domains.counting: ")

@@ -66,7 +66,7 @@ class _Heard(NamedTuple):
 
 
 class Successor(Protocol):
-    """What goes on without a missing process."""
+    """Something that continues the run without a missing process."""
 
     @property
     def has_stood_still(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-PyTree = Any
+from models.types import PyTree
 
 
 class Part(NamedTuple):

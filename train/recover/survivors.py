@@ -27,13 +27,14 @@ from typing import Annotated, Any, Literal, NoReturn
 import jax
 import pydantic
 
+from models.types import PyTree
 from train import checks
 from train.config import Config
 from train.errors import RESTART, CannotContinueError
 from train.processes import calls, distributed, watchdog
 from train.processes.calls import Address
 from train.recover import state_copies
-from train.recover.state_copies import Copy, Part, PyTree
+from train.recover.state_copies import Copy, Part
 
 _HANDOVER = "JAXPIPE_HANDOVER"
 """The variable with the descriptor of what a program leaves to the one that replaces it."""

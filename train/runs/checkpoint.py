@@ -16,13 +16,12 @@ import numpy as np
 
 from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import DamagedError, Found, reading
+from models.types import PyTree
 from train import adapters, configured, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, refused
 from train.optimizers import AVERAGE
 from train.step import TrainState
-
-PyTree = Any
 
 IN_FLIGHT = "in_flight"
 """The entry of the description with the layout of a pipeline in mid-flight; None if drained."""

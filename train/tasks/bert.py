@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxpipe import Model
 from models import bert
+from models.types import PyTree
 from train.config import Config
 from train.data import masked_lm, text
 from train.data.stream import Examples, Unnumbered
-from train.task import PyTree, Task, averaging, shared_counts
+from train.task import Task, averaging, shared_counts
 
 _ROWS = 256
 """Held-out rows for the accuracy."""

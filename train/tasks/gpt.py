@@ -19,6 +19,7 @@ from models.gpt_config import GPTConfig
 from models.qk_clip import qk_clip
 from models.sample import sample
 from models.tensor import divides_heads
+from models.types import PyTree
 from train.config import Config
 from train.data import text, tokenizer_files
 from train.data.folder import META_FILE
@@ -28,7 +29,7 @@ from train.data.stream import Examples, Mixture, Unnumbered
 from train.data.streamed import Streamed
 from train.data.tokenizer_files import Exported
 from train.errors import Failure
-from train.task import PyTree, Task
+from train.task import Task
 
 
 class GPT(Task):

@@ -12,9 +12,10 @@ import numpy as np
 from jaxpipe import Model
 from jaxpipe.errors import Problem
 from models import resnet, validation
+from models.types import PyTree
 from train.data import images
 from train.data.stream import Examples, Unnumbered
-from train.task import PyTree, Task
+from train.task import Task
 
 _ROWS = 256
 """Held-out images that are classified at once."""

@@ -10,10 +10,11 @@ import numpy as np
 
 from jaxpipe import Model
 from models import transformer, translate
+from models.types import PyTree
 from train.config import Config
 from train.data import translation
 from train.data.stream import Examples, Unnumbered
-from train.task import PyTree, Task, averaging, shared_counts
+from train.task import Task, averaging, shared_counts
 
 _ROWS = 64
 """Sentences translated at once."""

@@ -1,1 +1,1 @@
-"""What is measured while a run trains: metrics, where time goes, profiles, gradient noise."""
+"""Measurements of a run: metrics, time by cause, profiles, gradient noise."""

@@ -148,11 +148,11 @@ def truncate(path: Path, *, last_step: int) -> None:
       last_step: the step to continue from.
     """
     if path.exists():
-        kept = [line for line, record in _records(path) if record["step"] <= last_step]
+        kept = [line for line, record in records(path) if record["step"] <= last_step]
         write_whole(path, b"".join(kept))
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields the records in metrics.jsonl, each with its line; none if there is no file."""
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, RecursionError):
@@ -253,8 +253,8 @@ class Metrics:
             return
         folder = config.folder
         path = folder / run_folder.METRICS_FILE
-        records = (record for _, record in _records(path))
-        goodput.resume(records, step=last_step, ended=ended)
+        earlier = (record for _, record in records(path))
+        goodput.resume(earlier, step=last_step, ended=ended)
         truncate(path, last_step=last_step)
         # Buffered by line, so that every step a killed run has printed is on disk.
         self._file = self._open.enter_context(path.open("a", encoding="utf-8", buffering=1))

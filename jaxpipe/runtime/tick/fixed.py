@@ -272,7 +272,7 @@ class Fixed:
 
     @property
     def _moves(self) -> dict[str, bool]:
-        """What moves over data, as arguments of `TickTable.runs`."""
+        """Arguments of `TickTable.runs` that say which transfers over data a step has."""
         reduces = self.gradients is not None and self.gradients.reduces(self)
         return {"gathers": self.weights.gathers, "reduces": reduces}
 
