@@ -303,10 +303,12 @@ def _offer_searched(
     published: Mapping[PlacedModel, list[Schedule]],
 ) -> None:
     """Offers orders that are searched for on the best placement and on those of few chunks, each in
-    half of the time that is left."""
+    half of the time that is left, the last one in most of it."""
     few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
-    for model in dict.fromkeys([search.model, *few]):
-        seconds = search.microseconds / 2e6
+    candidates = [*filter(search.may_gain, dict.fromkeys([search.model, *few]))]
+    for model in candidates:
+        share = 0.8 if model is candidates[-1] else 0.5
+        seconds = 1e-6 * share * search.microseconds
         if not search.may_gain(model) or seconds < _LEAST_SECONDS:
             continue
         search.say("searching orders", model)

@@ -26,11 +26,11 @@ from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, makespan
 
-_PACES = (0.0, 0.3, 0.5, 0.75, 1.0, 1.3)
-_LEADS = (0.0, 1.0, 2.0, 4.0, 8.0)
-_PATIENCE = (0.0, 0.5, 0.99)
-_STRIDE = 7
-"""Step in which rules are tried, so that the first ones are unlike each other."""
+_PACES = (0.75, 0.5, 1.3, 1.0, 0.3, 0.0)
+_LEADS = (0.0, 1.0, 2.0, 4.0)
+_PATIENCE = (0.5, 0.0, 0.99)
+_FREES_RESERVES = ((True, True), (True, False), (False, True), (False, False))
+"""Values of a rule's numbers, first those of the rules that ended first most often in 220 cases."""
 _RULE_SHARE, _FINAL_SHARE = 0.3, 0.1
 """Shares of the work for rules, and for the best of them once all microbatches are there; what is
 left is for local search."""
@@ -123,9 +123,13 @@ def _by_rules(
 
 
 def _rules(placement: Placement) -> Iterator[Rule]:
-    reserves = (False, True) if placement.num_chunks > 1 else (False,)
-    grid = [*itertools.product(_PACES, _LEADS, _PATIENCE, (False, True), reserves)]
-    return (Rule(*grid[k * _STRIDE % len(grid)]) for k in range(len(grid)))
+    """Yields rules, first those whose numbers are all among the best; a pace matters least."""
+    pairs = [pair for pair in _FREES_RESERVES if placement.num_chunks > 1 or not pair[1]]
+    values = _PACES, _LEADS, _PATIENCE, pairs
+    ranks = itertools.product(*(range(len(numbers)) for numbers in values))
+    for places in sorted(ranks, key=lambda places: 2 * sum(places) - places[0]):
+        pace, lead, patience, pair = (row[k] for row, k in zip(values, places, strict=True))
+        yield Rule(pace, lead, patience, *pair)
 
 
 # Tabu search.
