@@ -149,21 +149,42 @@ def modelled(pipe: jaxpipe.Pipeline, step: jax.stages.Compiled, config: gpt.GPTC
     gathers, reduces = pipe.options.zero.shards_weights, pipe.axes.num_shards(pipe.mesh) > 1
     parts = table.parts(gathers=gathers, reduces=reduces)
     names = [one.name for one in parts]
+    # XLA leaves out the loop around a tick that runs once.
+    inlined = [n for n, name in enumerate(names) if bodies[name] == program.entry]
 
     @functools.cache
     def of_trips(roofline: Roofline, body: str, trips: tuple[float, ...], branch: int) -> Spent:
         by_name = dict(zip(program.loops(body), trips, strict=True))
         return roofline.run(body, lambda loop: by_name[loop], branch)
 
+    def trips_of(tick: int, stage: int) -> Callable[[Instruction], float]:
+        trips = Trips(table, tick, stage)
+
+        def of_tick(loop: Instruction) -> float:
+            others = tick in inlined and scope_of(loop) is None
+            return not others and is_of(loop, names[tick]) and trips(loop)
+
+        return of_tick
+
     def one(tick: int, stage: int) -> Spent:
-        loops, trips = program.loops(bodies[names[tick]]), Trips(table, tick, stage)
-        own = (is_of(loop, names[tick]) and trips(loop) for loop in loops)
+        loops = program.loops(bodies[names[tick]])
+        own = map(trips_of(tick, stage), loops)
+        if tick in inlined:
+            return rooflines[stage].loops(program.entry, trips_of(tick, stage))
         *_, numbers = table.branches(list(filter(parts[tick].has, (Kind.F, Kind.B))))
         branch = numbers[table.exchange[tick]]
         return of_trips(rooflines[stage], bodies[names[tick]], tuple(own), branch)
 
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
-    outside = roofline.run(program.entry, lambda loop: runs_outside(program, table, loop, bodies))
+
+    def trips_outside(loop: Instruction) -> float:
+        inside = (trips_of(tick, 0)(loop) for tick in inlined)
+        return next(filter(None, inside), runs_outside(program, table, loop, bodies))
+
+    # What moves beside the loops of ticks that stand in the entry is hidden by those of stage 0.
+    outside = roofline.run(program.entry, trips_outside)
+    for tick in inlined:
+        outside.subtract(ticks[tick][0])
     work = np.array([[total(one) for one in by_stage] for by_stage in ticks])
     inside = sum((one for by_stage in ticks for one in by_stage), Counter())
     return Step(
@@ -257,8 +278,8 @@ class Trips:
         layers = int(cell.layers[place])
         if scope.chunk is None:
             return layers
-        fields = (getattr(cell, field)[place] == value for field, value in scope.cell)
-        runs = scope.layer < layers if scope.layer is not None else all(fields)
+        runs = all(getattr(cell, field)[place] == value for field, value in scope.cell)
+        runs = runs and (scope.layer is None or scope.layer < layers)
         return int(cell.runs[place] and cell.chunk[place] == scope.chunk and runs)
 
     def _pieces(self, transfers: Transfers, chunk: int | None, layer: int | None) -> int:

@@ -134,6 +134,11 @@ class Roofline:
                 spent += self._kernel(computation, row)
         return spent
 
+    def loops(self, computation: str, trips: Trips) -> Spent:
+        """The time of a computation's loops alone."""
+        rows = self.program.computations[computation]
+        return sum((self._loop(row, trips) for row in rows if row.opcode == "while"), Counter())
+
     def _loop(self, loop: Instruction, trips_of: Trips) -> Spent:
         body = loop.calls["body"]
         if is_around(loop):

@@ -161,7 +161,7 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
     table = table_of(program.shorter()[0][0])
     gathers, reduces = table.gathers, table.reduces
     gathering, reducing = (
-        moves.group / moves.shares if moves.shared.any() else 0.0 for moves in (gathers, reduces)
+        count / shares for count, shares in (gathers.most_moved, reduces.most_moved)
     )
     moved = {"gathers": gathers.num_slots, "reduces": reduces.num_slots}
     moving = {"gathering": gathering, "reducing": reducing}
@@ -554,11 +554,14 @@ def replayed(
         work = work - hidden * paired_layers(program)
     work[table.outer.head != NONE, table.schedule.placement.stages[-1]] += head
     seconds, under = 0.0, np.zeros(table.num_ticks)
-    for moves, of_layer in zip((table.gathers, table.reduces), moved, strict=True):
+    edges = (table.gathers, 0), (table.reduces, -1)
+    for (moves, tick), of_layer in zip(edges, moved, strict=True):
         if not of_layer:
             continue
         chunk = of_layer * table.layers_per_chunk
-        seconds += len(moves.edge.chunk) * chunk
+        within = moves.within * (chunk - of_layer)
+        seconds += len(moves.edge.chunk) * chunk - within
+        under[tick] += within
         under += of_layer * moves.group / moves.shares * moves.shared
         if moves.whole:
             work = work + chunk * (moves.chunk >= 0)

@@ -432,7 +432,9 @@ def table_of(program: Program) -> TickTable:
     return lowered.table(
         weight_slots=program.weight_slots,
         gradient_slots=None if program.sums_in_slots else lowered.schedule.num_chunks,
-        moving=MoveOptions(program.own_slots, pieces, max(1, program.shares)),
+        moving=MoveOptions(
+            program.own_slots, pieces, max(1, program.shares), within=program.own_slots
+        ),
     )
 
 

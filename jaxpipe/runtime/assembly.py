@@ -111,6 +111,12 @@ class Assembly:
         """Whether all stages compute embedding and head together."""
         return self.model.stage_split is not None
 
+    @property
+    def _knows_chunks(self) -> bool:
+        """Whether layers stand one after the other in a program, and not in loops."""
+        in_order = not self.options.pair_layers and not stores_tiles(self.mesh)
+        return self._layers[0].own_arrays and self._overlaps and in_order
+
     @cached_property
     def forward_table(self) -> TickTable:
         return self._lower(forward_only(self.schedule))
@@ -132,6 +138,7 @@ class Assembly:
             own_slots=layers[0].own_arrays,
             pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
             shares=most_shares([part.piece for part in layers]) if layers[0].in_shares else 1,
+            within=self._knows_chunks,
             together=self._together,
             overlaps=self._overlaps,
         )
@@ -171,7 +178,9 @@ class Assembly:
           watch: where to note which layers make what is not finite.
         """
         outputs, totals = result == "outputs", result == "totals"
-        setup = self.setup(self.table if result == "train" else self.forward_table)
+        table = self.table if result == "train" else self.forward_table
+        # The layers of a cell that is measured run in one go.
+        setup = self.setup(table if stamps is None else table.with_whole_edges)
         setup = dataclasses.replace(
             setup, outputs=outputs, totals=totals, inputs=inputs, stamps=stamps, watch=watch
         )

@@ -17,7 +17,17 @@ import toys
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.runtime.layout.data_axis import average, gather, own_shard, reduce_gradients
+from jaxpipe.runtime.layout.data_axis import (
+    average,
+    gather,
+    gather_joined,
+    get_piece,
+    no_pieces,
+    own_shard,
+    put_piece,
+    reduce_gradients,
+    reduce_joined,
+)
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.zero import Zero
@@ -54,6 +64,44 @@ def test_shards_gather_the_array_and_reduce_to_their_parts_of_the_sum(dim):
         np.testing.assert_array_equal(found, [total] * SHARDS)
     for found in (reduced, own):
         np.testing.assert_array_equal(found, parts)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_joined_pieces_move_as_their_arrays_do_by_themselves(zero):
+    """Two pieces of arrays that are split in several dimensions, or not at all, of two dtypes."""
+    axes, level, rng = Axes(), Zero(zero), np.random.default_rng(1)
+    leaves = {
+        "rows": Leaf((8, 3), jnp.float32, None, 0, SHARDS),
+        "columns": Leaf((2, 4, 5), jnp.float32, None, 1, SHARDS),
+        "narrow": Leaf((4,), jnp.bfloat16, None, 0, SHARDS),
+        "whole": Leaf((3,), jnp.float32, None, None),
+    }
+    values = [
+        jax.tree.map(
+            lambda leaf: rng.integers(9, size=(SHARDS, *leaf.shape)).astype(leaf.dtype), leaves
+        )
+        for _ in range(2)
+    ]
+
+    def run(own):
+        shapes = jax.tree.map(Leaf.struct, leaves)
+        joined = no_pieces([0, 1], shapes, leaves, sharded=False)
+        for n, piece in enumerate(own):
+            joined = put_piece(joined, n, piece, leaves, sharded=False)
+        joined = reduce_joined(joined, axes, zero=level)
+        alone = [reduce_gradients(piece, leaves, axes, zero=level) for piece in own]
+        shapes = jax.eval_shape(lambda: alone[0])
+        found = [get_piece(joined, n, shapes, leaves) for n in range(2)]
+        if zero == 0:
+            return found, alone
+        shards = no_pieces([0], shapes, leaves, sharded=True)
+        shards = put_piece(shards, 0, alone[1], leaves, sharded=True)
+        whole = gather(alone[1], leaves, axes)
+        again = get_piece(gather_joined(shards, axes), 0, jax.eval_shape(lambda: whole), leaves)
+        return [*found, again], [*alone, whole]
+
+    found, alone = on_shards(run, values)
+    chex.assert_trees_all_equal(found, alone)
 
 
 def test_averages_keep_their_dtype_and_count_exactly():

@@ -158,6 +158,20 @@ def test_equals_the_unpipelined_model(name, stages, zero, layers, count, options
     assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, count)
 
 
+@pytest.mark.parametrize(
+    ("name", "zero", "layers"),
+    some([("1f1b-fused", 3, 6), ("zb-v", 2, 11), ("interleaved", 1, 8)], ("zb-v", 3, 11)),
+)
+def test_the_first_and_the_last_chunk_move_under_their_own_layers(name, zero, layers, monkeypatch):
+    """Of the last chunk W completes the first layer first, a fused backward the last one."""
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
+    options = {"num_layers": layers, "weights": "unrolled", "weight_slots": 2, "microbatches": 4}
+    pipe = toys.check("tied", name, {"stage": 2, "data": 2}, zero=zero, **options)
+    parts = pipe.table.parts(gathers=zero == 3, reduces=True)
+    assert [one.first for one in parts] == [zero == 3] + [False] * (len(parts) - 1)
+    assert [one.last for one in parts] == [False] * (len(parts) - 1) + [True]
+
+
 def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
     layer = {"w": Leaf((64, 8), "float32", None, 0, data_parts=2)}
     assert [most_shares(layer, n) for n in (2048, 1024, 513, 512)] == [1, 2, 2, 4]
@@ -196,8 +210,8 @@ def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
     split = sum(leaf.data_dim is not None for leaf in leaves)
     program = HloProgram(measure.compiled(pipe, toys.named("tied").batch(32)).as_text())
     assert pipe.table.reduces.counts == (reduces,) * 2
-    # All chunks but the last, or the first, move in shares.
-    assert executed(pipe, program, "reduce-scatter") == 2 * split * (1 + (reduces - 1) * count)
+    # All chunks but the last, or the first, move in shares: the arrays of each together.
+    assert executed(pipe, program, "reduce-scatter") == 2 * (split + (reduces - 1) * count)
     if zero == 3:
         assert pipe.table.gathers.counts == (gathers,) * 2
-        assert executed(pipe, program, "all-gather") == 2 * split * (1 + (gathers - 1) * count)
+        assert executed(pipe, program, "all-gather") == 2 * (split + (gathers - 1) * count)

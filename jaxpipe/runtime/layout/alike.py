@@ -194,14 +194,20 @@ class Unrolled(_Alike):
         return _joined(arrays, part)
 
     def run_chunk(
-        self, chunk: Chunk, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+        self,
+        chunk: int,
+        layers: range,
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+        *,
+        down: bool = False,
     ) -> tuple[Arrays, Carry]:
         # The body sees the arrays of its layer alone: XLA for GPUs adds a product to a sum in its
         # matmul only if no barrier of another layer stands before the sum.
-        number, count = chunk
-        for layer in reversed(range(count)) if down else range(count):
-            own = self._own(arrays, [(number, layer)])
-            own, carry = body(number, layer, own, carry)
+        for layer in reversed(layers) if down else layers:
+            own = self._own(arrays, [(chunk, layer)])
+            own, carry = body(chunk, layer, own, carry)
             arrays = _joined(arrays, own)
         return arrays, carry
 

@@ -3,13 +3,19 @@
 Every function runs inside `jax.shard_map` and takes arrays together with the `Leaf` of each.
 """
 
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeAlias
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.barriers import always
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.types import Gradients, Leaves, Stored, Tree
+from jaxpipe.runtime.types import Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.zero import Zero
 
 
@@ -74,16 +80,103 @@ def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: Zer
     """
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:
-        scattered: tuple[str, ...] = ()
-        if zero.shards_state and leaf.data_dim is not None:
-            scattered = axes.sharding(leaf.apart)
-            value = _scatter(value, scattered, leaf.data_dim)
-        names = [n for n in axes.peers if n not in (*scattered, *leaf.apart)]
-        # A sum over one device would still copy on some backends.
-        several = tuple(n for n in names if lax.axis_size(n) > 1)
-        return lax.psum(value, several) if several else value
+        return _reduce(value, leaf.apart, leaf.data_dim, axes, zero)
 
     return jax.tree.map(reduce, leaves, values)
+
+
+def _reduce(
+    value: jax.Array, apart: tuple[str, ...], data_dim: int | None, axes: Axes, zero: Zero
+) -> jax.Array:
+    scattered: tuple[str, ...] = ()
+    if zero.shards_state and data_dim is not None:
+        scattered = axes.sharding(apart)
+        value = _scatter(value, scattered, data_dim)
+    names = [n for n in axes.peers if n not in (*scattered, *apart)]
+    # A sum over one device would still copy on some backends.
+    several = tuple(n for n in names if lax.axis_size(n) > 1)
+    return lax.psum(value, several) if several else value
+
+
+# Pieces that move while layers run. XLA for GPUs has one collective of a group of devices under way
+# at a time, and a loop over layers hides no more: all arrays of all pieces are joined.
+
+_Key: TypeAlias = tuple[str, tuple[str, ...], bool]
+"""Dtype, `Leaf.apart`, and whether data shards split them, of arrays that are joined."""
+
+Joined: TypeAlias = dict[_Key, jax.Array]
+"""Arrays of pieces, those of a piece one behind the other: ``[data shards, pieces, n]``, or a
+shard's part ``[pieces, n]``."""
+
+
+def no_pieces(slots: Sequence[Index], shapes: Shapes, leaves: Leaves, *, sharded: bool) -> Joined:
+    """Zeros in place of pieces that go into these slots, or out of them, and whose arrays have
+    these shapes. Zeros that XLA knows, it would make before the first tick."""
+    one = jax.eval_shape(partial(_in_a_row, leaves=leaves, sharded=sharded), shapes)
+    zero = jnp.where(always(slots[0]), 0, 1)
+    return {
+        key: jnp.full((*w.shape[:-1], len(slots), w.shape[-1]), zero, w.dtype)
+        for key, w in one.items()
+    }
+
+
+def put_piece(joined: Joined, n: int, values: Stored, leaves: Leaves, *, sharded: bool) -> Joined:
+    """Writes the arrays of piece ``n``, whole or this data shard's parts."""
+    own = _in_a_row(values, leaves, sharded=sharded)
+    return {
+        key: lax.dynamic_update_index_in_dim(joined[key], w, n, axis=-2) for key, w in own.items()
+    }
+
+
+def get_piece(joined: Joined, n: int, shapes: Shapes, leaves: Leaves) -> Stored:
+    """Reads the arrays of piece ``n``, of these shapes and dtypes."""
+    ends = dict.fromkeys(joined, 0)
+
+    def own(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+        key, dim, shape = _key(leaf, like), leaf.data_dim, like.shape
+        rows = lax.index_in_dim(joined[key], n, -2, keepdims=False)
+        parts = math.prod(rows.shape[:-1])
+        start, ends[key] = ends[key], ends[key] + like.size // parts
+        run = rows[..., start : ends[key]]
+        if dim is not None:
+            run = run.reshape(parts, *shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
+            run = jnp.moveaxis(run, 0, dim)
+        return run.reshape(shape)
+
+    return jax.tree.map(own, leaves, shapes)
+
+
+def _in_a_row(values: Stored, leaves: Leaves, *, sharded: bool) -> Joined:
+    """A piece's arrays one behind the other, ``[data shards, n]`` or ``[n]``."""
+    found: dict[_Key, list[jax.Array]] = {}
+    for leaf, value in zip(jax.tree.leaves(leaves), jax.tree.leaves(values), strict=True):
+        rows = value.reshape(-1)
+        if leaf.data_dim is not None and not sharded:
+            dim, shape = leaf.data_dim, value.shape
+            parts = value.reshape(*shape[:dim], leaf.data_parts, -1, *shape[dim + 1 :])
+            rows = jnp.moveaxis(parts, dim, 0).reshape(leaf.data_parts, -1)
+        found.setdefault(_key(leaf, value), []).append(rows)
+    return {key: jnp.concatenate(arrays, axis=-1) for key, arrays in found.items()}
+
+
+def _key(leaf: Leaf, value: jax.Array | jax.ShapeDtypeStruct) -> _Key:
+    return str(value.dtype), leaf.apart, leaf.data_dim is not None
+
+
+def gather_joined(shards: Joined, axes: Axes) -> Joined:
+    """Does as `gather`."""
+    return {
+        key: lax.all_gather(w, axes.sharding(key[1]), axis=0) if key[2] else w
+        for key, w in shards.items()
+    }
+
+
+def reduce_joined(values: Joined, axes: Axes, *, zero: Zero) -> Joined:
+    """Does as `reduce_gradients`."""
+    return {
+        key: _reduce(value, key[1], 0 if key[2] else None, axes, zero)
+        for key, value in values.items()
+    }
 
 
 def own_shard(whole: Stored, leaves: Leaves, axes: Axes) -> Stored:

@@ -228,11 +228,18 @@ class LayerLayout(Piece, abc.ABC):
         return part
 
     def run_chunk(
-        self, chunk: Chunk, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
+        self,
+        chunk: int,
+        layers: range,
+        body: Body,
+        arrays: Arrays,
+        carry: Carry,
+        *,
+        down: bool = False,
     ) -> tuple[Arrays, Carry]:
-        """Runs the layers of a chunk, which the program knows: in a loop whose trips it knows, or,
+        """Runs layers of a chunk, which the program knows: in a loop whose trips it knows, or,
         where every row has arrays of its own, without one. Arguments are as for `loop`."""
-        return self.loop((chunk[0], 0, chunk[1]), body, arrays, carry, down=down)
+        return self.loop((chunk, layers.start, layers.stop), body, arrays, carry, down=down)
 
     def loop_pairs(
         self,

@@ -18,15 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.barriers import after, always, tie
+from jaxpipe.runtime.barriers import after, always
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
-from jaxpipe.runtime.tick import outer_phases
+from jaxpipe.runtime.tick import moves, outer_phases
 from jaxpipe.runtime.tick.fixed import RESIDUALS, Carried, Fixed, GradientSink, Setup
 from jaxpipe.runtime.tick.gradients import Summed
-from jaxpipe.runtime.tick.layer_passes import run_cells
-from jaxpipe.runtime.tick.messages import exchange, send_late
+from jaxpipe.runtime.tick.messages import INBOX, exchange, send_late
 from jaxpipe.runtime.tick.microbatches import (
     Microbatches,
     StepMicrobatches,
@@ -38,7 +37,7 @@ from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Shapes, States, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, Transfer
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Row, Transfer, Transfers
 
 _SUMS = ("gradients", "reduced")
 """Buffers that start as zeros; the others are written before they are read."""
@@ -181,11 +180,14 @@ def run_ticks(
       of the states.
     """
     table, sink, batch = fixed.table, fixed.gradients, fixed.weighed(batch)
-    gather = partial(fixed.weights.gather, fixed)
-    held = _at_edge(table.gathers.edge, fixed.stage, gather, carried.weights)
+    held = carried.weights
+    if fixed.weights.gathers:
+        held = moves.gather_first(fixed, held) if table.gathers.within else held
+        held = _at_edge(table.gathers, fixed.stage, partial(fixed.weights.gather, fixed), held)
     carried = _run_rows(fixed, batch, carried.but(weights=held))
     if sink is not None and sink.reduces(fixed):
-        carried = _at_edge(table.reduces.edge, fixed.stage, partial(sink.chunk, fixed), carried)
+        carried = moves.reduce_last(fixed, carried) if table.reduces.within else carried
+        carried = _at_edge(table.reduces, fixed.stage, partial(sink.chunk, fixed), carried)
     collected = carried.collected
     if not table.together:  # only the last stage has collected any
         # A sum of booleans has integers.
@@ -232,14 +234,18 @@ def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
 
 
 def _at_edge(
-    edge: Transfer, stage: jax.Array, move: Callable[[Moved, Transfer], Moved], through: Moved
+    transfers: Transfers,
+    stage: jax.Array,
+    move: Callable[[Moved, Transfer], Moved],
+    through: Moved,
 ) -> Moved:
     """Moves whole chunks before the first tick, or after the last."""
-    if not len(edge.chunk):
+    whole = Transfer(*(column[int(transfers.within) :] for column in transfers.edge))
+    if not len(whole.chunk):
         return through
-    moves = Transfer(*(jnp.asarray(column)[:, stage] for column in edge))
-    moves = moves._replace(chunk=jnp.where(always(stage), moves.chunk, NONE))
-    return lax.scan(lambda through, one: (move(through, one), None), through, moves)[0]
+    own = Transfer(*(jnp.asarray(column)[:, stage] for column in whole))
+    own = own._replace(chunk=jnp.where(always(stage), own.chunk, NONE))
+    return lax.scan(lambda through, one: (move(through, one), None), through, own)[0]
 
 
 def _of_stage(fixed: Fixed) -> Row:
@@ -278,34 +284,20 @@ def tick(
     device = lax.axis_index(fixed.axes.names)
     runs = jax.tree.map(lambda number: jnp.where(always(device), number, NONE), row.outer)
     row = row._replace(outer=runs)
-    arriving = send_late(fixed.table, parts, carried.sent, fixed.axes)
-    gathered: Tree = []
-    reduced: Tree = []
-    if parts.gather:
-        gathered = weights.start(fixed, carried.weights, row.gather)
-    elif fixed.table.gathers.whole:
+    # Before the first tick nothing was sent.
+    sent = {} if parts.first else carried.sent
+    arriving = send_late(fixed.table, parts, sent, fixed.axes)
+    if fixed.table.gathers.whole:
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
-    if parts.reduce:
-        assert sink is not None
-        carried, sums = sink.take(fixed, carried, row.reduce)
-        reduced = sink.start(fixed, sums)
-        # Layers come after what reads the sums that they write, or XLA copies the sums.
-        row = row._replace(cells=after(sums, row.cells, device))
     if parts.forward:
         carried = outer_phases.enter(fixed, batch, carried, row.outer)
         row = row._replace(cells=_in_turn(fixed, carried.inboxes, row.cells, device))
     if sink is not None:
         carried = sink.before_layers(fixed, batch, carried, row)
-    carried, outputs = run_cells(fixed, batch, carried, row, parts)
-    # The pieces are there when the layers are done.
-    (gathered, reduced), outputs = tie((gathered, reduced), outputs)
-    if parts.gather:
-        held = weights.finish(fixed, carried.weights, gathered, row.gather)
-        carried = carried.but(weights=held)
-    if parts.reduce:
-        assert sink is not None
-        carried = sink.finish(fixed, carried, reduced, row.reduce)
-    elif sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole and parts.backward:
+    carried = moves.run_and_move(fixed, batch, carried, row, parts)
+    messages, carried = carried.messages, carried.but(messages={})
+    outputs = {kind: messages[INBOX[kind]] for kind in (Kind.F, Kind.B) if INBOX[kind] in messages}
+    if sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole and parts.backward:
         carried = sink.chunk(fixed, carried, row.reduce)
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)
     layers = carried.gradients, outputs

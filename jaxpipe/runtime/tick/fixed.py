@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
-from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.data_axis import Joined
+from jaxpipe.runtime.layout.layer_layout import Body, LayerLayout
 from jaxpipe.runtime.layout.leaf import Share
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.mesh import Axes
@@ -48,7 +49,6 @@ from jaxpipe.runtime.types import (
     OuterParams,
     Shapes,
     Slot,
-    Span,
     States,
     Stored,
     Tree,
@@ -547,30 +547,56 @@ class LayerWork(Work):
 
 
 class MovedPiece(NamedTuple):
-    """A span of one piece that moves, or of none, and the share of it, if not all."""
+    """A piece of a chunk that moves into or out of a slot, or the share of it, if not all.
 
-    span: Span
-    share: Share | None
+    All stages take part in a transfer, since a loop would keep it from running beside layers; one
+    that has nothing to move, as its chunk is `NONE`, reads zeros, and writes nothing.
+
+    Args:
+      at_edge: whether no other chunk comes into the slot in this step.
+    """
+
+    chunk: Index
+    slot: Index
+    number: Index
+    share: Share | None = None
+    at_edge: bool = False
+
+    @property
+    def num_shares(self) -> int:
+        return 1 if self.share is None else self.share.of
+
+
+def run_pieces(
+    fixed: Fixed,
+    layout: LayerLayout,
+    moved: Sequence[MovedPiece],
+    body: Body,
+    arrays: Arrays,
+    joined: Tree,
+) -> tuple[Arrays, Tree]:
+    """Runs ``body(n, at, arrays, joined)`` for every piece, if there is something to move."""
+    for n, piece in enumerate(moved):
+
+        def one(chunk: Index, number: Index, *through: Tree, n: int = n) -> Tree:
+            return body(n, (fixed.stage, chunk, number), *through)
+
+        if isinstance(piece.chunk, int):  # all stages move the same chunk
+            arrays, joined = one(piece.chunk, piece.number, arrays, joined)
+        else:
+            end = piece.number + (piece.chunk != NONE).astype(jnp.int32)
+            span = jnp.maximum(piece.chunk, 0), piece.number, end
+            arrays, joined = layout.loop(span, one, arrays, joined)
+    return arrays, joined
 
 
 def pieces_of(transfers: Transfers, transfer: Transfer) -> list[MovedPiece]:
-    """Lists what a stage moves in a tick.
-
-    All stages take part in a transfer, since a loop would keep it from running beside layers; one
-    that has nothing to move reads zeros, and writes nothing.
-    """
-    count, of = (transfer.chunk != NONE).astype(jnp.int32), transfers.shares
-    chunk = jnp.maximum(transfer.chunk, 0)
-    found = []
+    """Lists what a stage moves in a tick."""
+    found, of = [], transfers.shares
     for first in (transfer.piece + n for n in range(transfers.group)):
-        number = first // of
         share = None if of == 1 else Share(first % of, of)
-        found.append(MovedPiece((chunk, number, number + count), share))
+        found.append(MovedPiece(transfer.chunk, transfer.slot, first // of, share))
     return found
-
-
-Pieces: TypeAlias = list[list[Stored]]
-"""Gathered pieces of a chunk, each of all layouts."""
 
 
 class WeightSource(abc.ABC):
@@ -598,11 +624,13 @@ class WeightSource(abc.ABC):
         """Shapes of what is on its way while layers run, and of what it is made from."""
         return []
 
-    def start(self, fixed: Fixed, held: Tree, transfer: Transfer) -> Pieces:
-        """Begins to gather the pieces that move while a tick's layers run."""
+    def start(self, fixed: Fixed, held: Tree, moved: Sequence[MovedPiece]) -> list[Joined]:
+        """Begins to gather pieces that move while layers run."""
         raise NotImplementedError
 
-    def finish(self, fixed: Fixed, held: Tree, pieces: Pieces, transfer: Transfer) -> Tree:
+    def finish(
+        self, fixed: Fixed, held: Tree, gathered: list[Joined], moved: Sequence[MovedPiece]
+    ) -> Tree:
         """Stores these pieces; returns what is held then."""
         raise NotImplementedError
 
@@ -615,10 +643,6 @@ class WeightSource(abc.ABC):
 
         It comes with a value of the phase's loop, tied to it where a read must not be hoisted."""
         return held.outer, value
-
-
-Sums: TypeAlias = list[Stored]
-"""Sums of the pieces of a chunk, or what they are reduced to, this data shard's part."""
 
 
 class GradientSink(abc.ABC):
@@ -659,15 +683,19 @@ class GradientSink(abc.ABC):
         """Shapes of what is on its way while layers run, and of what it is made from."""
         return []
 
-    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Sums]:
-        """Takes the sums of the pieces that a tick reduces while its layers run."""
+    def take(
+        self, fixed: Fixed, carried: Carried, moved: Sequence[MovedPiece]
+    ) -> tuple[Carried, Joined]:
+        """Takes the sums of pieces that are reduced while layers run."""
         raise NotImplementedError
 
-    def start(self, fixed: Fixed, sums: Sums) -> Sums:
+    def start(self, fixed: Fixed, sums: Joined) -> Joined:
         """Reduces the pieces."""
         raise NotImplementedError
 
-    def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
+    def finish(
+        self, fixed: Fixed, carried: Carried, reduced: Joined, moved: Sequence[MovedPiece]
+    ) -> Carried:
         """Stores the reduced pieces."""
         raise NotImplementedError
 

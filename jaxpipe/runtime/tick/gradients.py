@@ -1,11 +1,21 @@
 """Gradients `Summed` over microbatches, and reduced over data chunk by chunk."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import after, tie
-from jaxpipe.runtime.layout.data_axis import reduce_gradients, reduce_over_stages
+from jaxpipe.runtime.layout.data_axis import (
+    Joined,
+    get_piece,
+    no_pieces,
+    put_piece,
+    reduce_gradients,
+    reduce_joined,
+    reduce_over_stages,
+)
 from jaxpipe.runtime.layout.leaf import Share, share_of
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED
@@ -15,11 +25,10 @@ from jaxpipe.runtime.tick.fixed import (
     GradientSink,
     LayerWork,
     MovedPiece,
-    Sums,
-    pieces_of,
+    run_pieces,
 )
 from jaxpipe.runtime.trees import rounded, widened
-from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.lowering.table import Transfer
 
@@ -63,9 +72,9 @@ class Summed(GradientSink):
             at = fixed.stage, chunk, number
             total = fixed.params.read(sums, self._sums_at(fixed, at, transfer.slot))
             if self._in_place:
-                return self._put(fixed, at, None, sums, self._reduced(fixed, total, 1)), reduced
+                return self._put(fixed, at, None, sums, self._reduced(fixed, total)), reduced
             total, reduced = tie(total, reduced)
-            shards = self._reduced(fixed, total, 1)
+            shards = self._reduced(fixed, total)
             sums = self._cleared(fixed, at, transfer.slot, None, sums, shards)
             return sums, self._put(fixed, at, None, reduced, shards)
 
@@ -74,53 +83,47 @@ class Summed(GradientSink):
         return carried.but(gradients=sums, finished=reduced)
 
     def moving(self, fixed: Fixed) -> Shapes:
-        reduces = fixed.table.reduces
-        pieces = [
-            jax.tree.map(
-                lambda leaf, part=part: leaf.summed.struct(sharded=part),
-                share_of(fixed.params.piece, reduces.shares),
-            )
-            for part in ((False,) if self._in_place else (False, True))
-        ]
-        return pieces * reduces.group if self.reduces(fixed) and reduces.shared.any() else []
+        count, shares = fixed.table.reduces.most_moved
+        leaves = share_of(fixed.params.piece, shares)
+        parts = (False,) if self._in_place else (False, True)
+        pieces = [_summed(leaves, sharded=part) for part in parts]
+        return pieces * count if self.reduces(fixed) else []
 
     @jax.named_scope("reduce")
-    def take(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> tuple[Carried, Sums]:
-        params, reduces, slot = fixed.params, fixed.table.reduces, transfer.slot
-        leaves = share_of(params.piece, reduces.shares)
-        empty = jax.tree.map(lambda leaf: jnp.zeros_like(leaf.summed.struct()), leaves)
+    def take(
+        self, fixed: Fixed, carried: Carried, moved: Sequence[MovedPiece]
+    ) -> tuple[Carried, Joined]:
+        leaves = share_of(fixed.params.piece, moved[0].num_shares)
 
-        def take(sums: Arrays, moved: MovedPiece) -> tuple[Arrays, Stored]:
-            def body(chunk: Index, number: Index, sums: Arrays, _: Stored) -> _Moved:
-                at = fixed.stage, chunk, number
-                total = params.read(sums, self._sums_at(fixed, at, slot, moved.share))
-                return self._cleared(fixed, at, slot, moved.share, sums, total), total
+        def read(n: int, at: At, sums: Arrays, joined: Joined) -> Tree:
+            slot, share = moved[n].slot, moved[n].share
+            total = fixed.params.read(sums, self._sums_at(fixed, at, slot, share))
+            joined = put_piece(joined, n, total, leaves, sharded=False)
+            if not moved[n].at_edge:
+                sums = self._cleared(fixed, at, slot, share, sums, joined)
+            return sums, joined
 
-            return params.loop(moved.span, body, sums, empty)
-
-        sums, pieces = carried.gradients, []
-        for moved in pieces_of(reduces, transfer):
-            sums, piece = take(sums, moved)
-            pieces.append(piece)
-        return carried.but(gradients=sums), pieces
+        empty = no_pieces([one.slot for one in moved], _summed(leaves), leaves, sharded=False)
+        sums, joined = run_pieces(fixed, fixed.params, moved, read, carried.gradients, empty)
+        return carried.but(gradients=sums), joined
 
     @jax.named_scope("reduce")
-    def start(self, fixed: Fixed, sums: Sums) -> Sums:
-        return [self._reduced(fixed, total, fixed.table.reduces.shares) for total in sums]
+    def start(self, fixed: Fixed, sums: Joined) -> Joined:
+        return reduce_joined(sums, fixed.axes, zero=fixed.setup.options.zero)
 
     @jax.named_scope("store_reduced")
-    def finish(self, fixed: Fixed, carried: Carried, pieces: Sums, transfer: Transfer) -> Carried:
-        def put(arrays: Arrays, moved: MovedPiece, shards: Stored) -> Arrays:
-            def body(chunk: Index, number: Index, arrays: Arrays, shards: Stored) -> _Moved:
-                at = fixed.stage, chunk, number
-                return self._put(fixed, at, moved.share, arrays, shards), shards
+    def finish(
+        self, fixed: Fixed, carried: Carried, reduced: Joined, moved: Sequence[MovedPiece]
+    ) -> Carried:
+        leaves, sharded = share_of(fixed.params.piece, moved[0].num_shares), not self._in_place
+        shapes = _summed(leaves, sharded=sharded)
 
-            return fixed.params.loop(moved.span, body, arrays, shards)[0]
+        def put(n: int, at: At, arrays: Arrays, reduced: Joined) -> Tree:
+            values = get_piece(reduced, n, shapes, leaves)
+            return self._put(fixed, at, moved[n].share, arrays, values), reduced
 
         name = "gradients" if self._in_place else "finished"
-        arrays = getattr(carried, name)
-        for moved, shards in zip(pieces_of(fixed.table.reduces, transfer), pieces, strict=True):
-            arrays = put(arrays, moved, shards)
+        arrays, _ = run_pieces(fixed, fixed.params, moved, put, getattr(carried, name), reduced)
         return carried.but(**{name: arrays})
 
     def _sums_at(self, fixed: Fixed, at: At, slot: Index, share: Share | None = None) -> Tree:
@@ -141,9 +144,9 @@ class Summed(GradientSink):
         zeros = jax.tree.map(jnp.zeros_like, fixed.params.read(sums, place))
         return fixed.params.write(sums, place, zeros)
 
-    def _reduced(self, fixed: Fixed, total: Stored, shares: int) -> Stored:
-        leaves = share_of(fixed.params.piece, shares)
-        return reduce_gradients(total, leaves, fixed.axes, zero=fixed.setup.options.zero)
+    def _reduced(self, fixed: Fixed, total: Stored) -> Stored:
+        zero = fixed.setup.options.zero
+        return reduce_gradients(total, fixed.params.piece, fixed.axes, zero=zero)
 
     def _put(
         self, fixed: Fixed, at: At, share: Share | None, arrays: Arrays, shards: Stored
@@ -157,6 +160,11 @@ class Summed(GradientSink):
         layers = carried.gradients if self._in_place else carried.finished
         layers = jax.tree.map(lambda w: w[None], rounded(layers, fixed.params.placed))
         return Placed({"layers": layers, **reduced_outer(fixed, carried)}, fixed.params.order)
+
+
+def _summed(leaves: Leaves, *, sharded: bool = False) -> Shapes:
+    """Shapes of the sums of these arrays, or of what they are reduced to."""
+    return jax.tree.map(lambda leaf: leaf.summed.struct(sharded=sharded), leaves)
 
 
 def reduced_outer(fixed: Fixed, carried: Carried) -> Gradients:

@@ -12,7 +12,7 @@ of them for a barrier, but lets computations read them where they lie.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,9 +49,10 @@ def run_cells(
     carried: Carried,
     row: Row,
     parts: BodyParts,
-) -> tuple[Carried, dict[Kind, Message]]:
-    """Runs the cells of a tick's parts; also returns what F and the backward have produced, to be
-    sent.
+    layers: Mapping[Kind, int | None] | None = None,
+) -> Carried:
+    """Runs the cells of a tick's parts, and leaves what F and the backward have produced among the
+    messages. Or, if ``layers`` says so, those of these actions, and of each one layer or all.
 
     Weights, finished gradients and messages on their way do not pass through the loops over layers.
     Inboxes do, because XLA copies those that do not pass through the loops where they are written.
@@ -60,7 +61,7 @@ def run_cells(
     works = {
         action: Work(fixed, batch, carried.weights, action, row.cells[action])
         for action in fixed.table.passes
-        if parts.has(action)
+        if parts.has(action) and (layers is None or action in layers)
     }
     passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
     carried = carried.but(weights=None, sent={}, finished=None)
@@ -68,16 +69,16 @@ def run_cells(
     for kind in fixed.pairs if parts.forward and parts.backward else ():
         carried, turns = _run_pairs(works, kind, carried)
         done = done + turns
-    for work in works.values():
-        carried = run_layers(work, _arriving(work, carried), parts, done)
+    for action, work in works.items():
+        only = layers[action] if layers else None
+        carried = run_layers(work, _arriving(work, carried), parts, done, only)
     messages = carried.messages
     if fixed.setup.options.poison:
         for action, work in works.items():
             if name := INBOX.get(action):
                 message = [jnp.where(work.cell.runs, w, jnp.nan) for w in messages[name]]
                 messages = messages | {name: message}
-    outputs = {kind: messages[INBOX[kind]] for kind in (Kind.F, Kind.B) if INBOX[kind] in messages}
-    return carried.but(messages={}, **passed), outputs
+    return carried.but(messages=messages, **passed)
 
 
 def _arriving(work: Work, carried: Carried) -> Carried:
@@ -144,8 +145,11 @@ def _overlapped(works: dict[Kind, Work], kind: Kind) -> Work:
     return dataclasses.replace(b, action=kind, cell=cell)
 
 
-def run_layers(work: Work, carried: Carried, parts: BodyParts, done: Index = 0) -> Carried:
-    """Runs the layers of a cell, last first if it is a backward, without the first that are done.
+def run_layers(
+    work: Work, carried: Carried, parts: BodyParts, done: Index = 0, only: int | None = None
+) -> Carried:
+    """Runs the layers of a cell, last first if it is a backward, without the first that are done,
+    or one of them.
 
     The output of earlier loops of the tick goes through this loop: sent before it, a message would
     make a stage that has nothing to send wait for one that has.
@@ -164,7 +168,8 @@ def run_layers(work: Work, carried: Carried, parts: BodyParts, done: Index = 0) 
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
         if work.fixed.knows_chunks:
-            sums, rest = _run_chunks(work, parts, work.cell.number + lo, sums, rest, down=down)
+            number = work.cell.number + lo
+            sums, rest = _run_chunks(work, parts, number, sums, rest, down=down, only=only)
         else:
             body = _layer_body(work)
             sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
@@ -189,9 +194,17 @@ def _layer_body(work: Work) -> Body:
 
 
 def _run_chunks(
-    work: Work, parts: BodyParts, number: Index, sums: Arrays, rest: Carried, *, down: bool
+    work: Work,
+    parts: BodyParts,
+    number: Index,
+    sums: Arrays,
+    rest: Carried,
+    *,
+    down: bool,
+    only: int | None,
 ) -> tuple[Arrays, Carried]:
-    """Runs the cell of this number, whose place the program knows; none if it is `NONE`.
+    """Runs the cell of this number, whose place the program knows, or one layer of it; none if the
+    number is `NONE`.
 
     A loop of one trip or none stands around all cells that ticks with these parts have, in it loops
     around fewer of them, and so on down to one: a stage passes few of them, however many cells
@@ -199,9 +212,12 @@ def _run_chunks(
     """
     fixed, params = work.fixed, work.fixed.params
     places = fixed.cells(work.action, fixed.known_slots, parts)
-    if not places:
+    layers = {n: range(place["layers"]) for n, place in places.items()}
+    if only is not None:
+        layers = {n: range(only, only + 1) for n, of_cell in layers.items() if only in of_cell}
+    if not layers:
         return sums, rest
-    cells = {n: dataclasses.replace(work.cell, **place) for n, place in places.items()}
+    cells = {n: dataclasses.replace(work.cell, number=n, **places[n]) for n in layers}
 
     def run_one(cell: Cell, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
         known = dataclasses.replace(work, cell=cell)
@@ -214,12 +230,12 @@ def _run_chunks(
             sums, part = _layer_body(known)(chunk, layer, sums, part)
             return sums, known.with_part(rest, part)
 
-        return params.run_chunk((cell.chunk, cell.layers), body, sums, rest, down=down)
+        return params.run_chunk(cell.chunk, layers[cell.number], body, sums, rest, down=down)
 
     def run_among(numbers: Sequence[int], through: tuple[Index, Arrays, Carried]) -> Any:
         """Runs the cell if it is one of these, and returns `NONE` in place of its number."""
         first, last = numbers[0], numbers[-1]
-        known = [(cells[n], range(cells[n].layers)) for n in numbers]
+        known = [(cells[n], layers[n]) for n in numbers]
 
         def body(through: tuple[Index, Arrays, Carried]) -> Any:
             if first == last:
@@ -232,7 +248,10 @@ def _run_chunks(
         number, sums, rest = through
         own = params.part(sums, [(cell.chunk, cell.layers) for cell, _ in known])
         place = {"cells": first, "to": last} if first < last else places[first]
-        with jax.named_scope("_".join(f"{field}{value}" for field, value in place.items())):
+        name = "_".join(f"{field}{value}" for field, value in place.items())
+        if only is not None:
+            name = name.replace(f"layers{cells[first].layers}", f"layer{only}")
+        with jax.named_scope(name):
             number, own, part = lax.while_loop(
                 lambda through: (first <= through[0]) & (through[0] <= last),
                 body,

@@ -37,7 +37,9 @@ def send_late(
 ) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run."""
     return [
-        send(sent[c.kind], c.late_edges, axes) if c.late_edges and parts.has(c.kind) else None
+        send(sent[c.kind], c.late_edges, axes)
+        if c.late_edges and c.kind in sent and parts.has(c.kind)
+        else None
         for c in table.channels
     ]
 

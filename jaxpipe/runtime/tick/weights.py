@@ -5,25 +5,31 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import Carry, tie
 from jaxpipe.runtime.float8 import E4M3, scale_for
-from jaxpipe.runtime.layout.data_axis import gather, gather_over_stages
+from jaxpipe.runtime.layout.data_axis import (
+    Joined,
+    gather,
+    gather_joined,
+    gather_over_stages,
+    get_piece,
+    no_pieces,
+    put_piece,
+)
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
 from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
 from jaxpipe.runtime.tick.fixed import (
     Fixed,
     LayerWork,
     MovedPiece,
-    Pieces,
     Setup,
     WeightSource,
-    pieces_of,
+    run_pieces,
 )
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Arrays, At, Index, OuterParams, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, Index, Leaves, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
 
 
@@ -92,7 +98,7 @@ class Gathered(WeightSource):
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
             at = fixed.stage, chunk, number
             shards, slots = self._shards(fixed, held, at, None, slots)
-            whole = self._whole(fixed, shards, 1)
+            whole = self._whole(fixed, shards)
             given = zip(fixed.setup.layer_layouts, slots, whole, strict=True)
             return [
                 layout.write(slot, layout.piece_at(at, slot=transfer.slot), one)
@@ -102,42 +108,45 @@ class Gathered(WeightSource):
         return held._replace(copies=fixed.params.loop_pieces(transfer.chunk, body, held.copies))
 
     def moving(self, fixed: Fixed) -> Shapes:
-        gathers = fixed.table.gathers
-        pieces = [self._piece_shapes(fixed, sharded=sharded) for sharded in (False, True)]
-        return pieces * gathers.group if gathers.shared.any() else []
+        count, shares = fixed.table.gathers.most_moved
+        leaves = self._leaves(fixed, shares)
+        pieces = [self._piece_shapes(fixed, leaves, sharded=sharded) for sharded in (False, True)]
+        return pieces * count
 
     @jax.named_scope("gather")
-    def start(self, fixed: Fixed, held: Held, transfer: Transfer) -> Pieces:
-        gathers = fixed.table.gathers
-        empty = jax.tree.map(jnp.zeros_like, self._piece_shapes(fixed, sharded=True))
+    def start(self, fixed: Fixed, held: Held, moved: Sequence[MovedPiece]) -> list[Joined]:
+        leaves = self._leaves(fixed, moved[0].num_shares)
+        shapes = self._piece_shapes(fixed, leaves, sharded=True)
+        slots = [piece.slot for piece in moved]
 
-        def gathered(moved: MovedPiece) -> list[Stored]:
-            def read(chunk: Index, number: Index, nothing: Arrays, shards: Tree) -> Tree:
-                at = fixed.stage, chunk, number
-                return nothing, self._shards(fixed, held, at, moved.share, shards)[0]
+        def read(n: int, at: At, nothing: Arrays, joined: list[Joined]) -> Tree:
+            shards, joined = self._shards(fixed, held, at, moved[n].share, joined)
+            given = zip(joined, shards, leaves, strict=True)
+            return nothing, [put_piece(j, n, w, of, sharded=True) for j, w, of in given]
 
-            _, shards = fixed.params.loop(moved.span, read, {}, empty)
-            return self._whole(fixed, shards, gathers.shares)
-
-        return list(map(gathered, pieces_of(gathers, transfer)))
+        empty = [
+            no_pieces(slots, one, of, sharded=True) for one, of in zip(shapes, leaves, strict=True)
+        ]
+        _, joined = run_pieces(fixed, fixed.params, moved, read, {}, empty)
+        return [gather_joined(one, fixed.axes) for one in joined]
 
     @jax.named_scope("store_gathered")
-    def finish(self, fixed: Fixed, held: Held, pieces: Pieces, transfer: Transfer) -> Held:
-        def stored(layout: LayerLayout, moved: MovedPiece, slots: Arrays, one: Stored) -> Arrays:
-            def write(chunk: Index, number: Index, slots: Arrays, one: Stored) -> Tree:
-                at = fixed.stage, chunk, number
-                place = layout.piece_at(at, slot=transfer.slot, share=moved.share)
-                return layout.write(slots, place, one), one
+    def finish(
+        self, fixed: Fixed, held: Held, gathered: list[Joined], moved: Sequence[MovedPiece]
+    ) -> Held:
+        def stored(
+            layout: LayerLayout, slots: Arrays, whole: Joined, shapes: Shapes, leaves: Leaves
+        ) -> Arrays:
+            def write(n: int, at: At, slots: Arrays, whole: Joined) -> Tree:
+                place = layout.piece_at(at, slot=moved[n].slot, share=moved[n].share)
+                return layout.write(slots, place, get_piece(whole, n, shapes, leaves)), whole
 
-            return layout.loop(moved.span, write, slots, one)[0]
+            return run_pieces(fixed, layout, moved, write, slots, whole)[0]
 
-        copies, layouts = held.copies, fixed.setup.layer_layouts
-        for moved, piece in zip(pieces_of(fixed.table.gathers, transfer), pieces, strict=True):
-            copies = [
-                stored(layout, moved, slots, one)
-                for layout, slots, one in zip(layouts, copies, piece, strict=True)
-            ]
-        return held._replace(copies=copies)
+        leaves = self._leaves(fixed, moved[0].num_shares)
+        shapes = self._piece_shapes(fixed, leaves, sharded=False)
+        given = fixed.setup.layer_layouts, held.copies, gathered, shapes, leaves
+        return held._replace(copies=[stored(*one) for one in zip(*given, strict=True)])
 
     def _shards(
         self, fixed: Fixed, held: Held, at: At, share: Share | None, carried: Carry
@@ -158,10 +167,12 @@ class Gathered(WeightSource):
         ]
         return list(map(cast, shards, fixed.setup.compute, scales)), carried
 
-    def _piece_shapes(self, fixed: Fixed, *, sharded: bool) -> Shapes:
-        """Shapes of what moves of all layouts, or of a data shard's part, as they are gathered."""
-        shares = fixed.table.gathers.shares
-        leaves = [share_of(layout.piece, shares) for layout in fixed.setup.layer_layouts]
+    def _leaves(self, fixed: Fixed, shares: int) -> list[Leaves]:
+        """What moves at once of all layouts."""
+        return [share_of(layout.piece, shares) for layout in fixed.setup.layer_layouts]
+
+    def _piece_shapes(self, fixed: Fixed, leaves: list[Leaves], *, sharded: bool) -> list[Shapes]:
+        """Shapes of what moves, or of a data shard's part, as it is gathered."""
         own = jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), leaves)
         if fixed.setup.compute is None:
             return own
@@ -169,9 +180,9 @@ class Gathered(WeightSource):
             lambda shape, dtype: shape.update(dtype=dtype), own, list(fixed.setup.compute)
         )
 
-    def _whole(self, fixed: Fixed, shards: list[Stored], shares: int) -> list[Stored]:
+    def _whole(self, fixed: Fixed, shards: list[Stored]) -> list[Stored]:
         pairs = zip(shards, fixed.setup.layer_layouts, strict=True)
-        return [gather(one, share_of(layout.piece, shares), fixed.axes) for one, layout in pairs]
+        return [gather(one, layout.piece, fixed.axes) for one, layout in pairs]
 
     def layer(self, work: LayerWork) -> list[Stored]:
         return work.read(work.held.copies, slot=work.cell.weights)

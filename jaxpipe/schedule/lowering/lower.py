@@ -58,6 +58,7 @@ def lower(
     own_slots: bool = False,
     pieces: int = 0,
     shares: int = 1,
+    within: bool = False,
     together: bool = False,
     overlaps: bool = True,
 ) -> TickTable:
@@ -76,6 +77,8 @@ def lower(
       pieces: number of pieces in which a chunk moves under layers of other chunks, where there is
         one more slot; by default chunks move as a whole.
       shares: largest number of equal parts in which a piece may move, a power of two.
+      within: whether the pieces of the first chunk and of the last may move under the layers of the
+        same chunk, within the first tick and the last.
       together: whether all stages compute embedding and head together, or those of the first and
         the last virtual stage alone.
       overlaps: whether messages travel while layers run, as on GPUs. XLA for CPUs runs one after
@@ -89,7 +92,7 @@ def lower(
     return Lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,
-        moving=MoveOptions(own_slots, pieces, shares),
+        moving=MoveOptions(own_slots, pieces, shares, within),
     )
 
 

@@ -7,7 +7,7 @@ integer per field: that of its own stage. A table holds the same rows as columns
 import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
@@ -91,12 +91,16 @@ class BodyParts(NamedTuple):
       forward: embedding, forwards, their messages and the head.
       backward: backwards, their messages and the embedding's gradient.
       gather, reduce: what all stages move over data under the tick's layers.
+      first, last: the first tick, which gathers the chunk that a stage begins with, and the last,
+        which reduces the one that it ends with, each layer under the one before it.
     """
 
     forward: bool = True
     backward: bool = True
     gather: bool = False
     reduce: bool = False
+    first: bool = False
+    last: bool = False
 
     @property
     def name(self) -> str:
@@ -209,7 +213,8 @@ class Transfers:
       shares: number of shares of a piece.
       parts: number of ticks in which a chunk moves.
       edge: whole chunks that move before the first tick (gathers) or after the last (reductions),
-        int32 ``[moves, stages]``.
+        int32 ``[moves, stages]``; first those that stages begin or end with.
+      within: whether all but one piece of those move within the first tick, or the last.
     """
 
     chunk: np.ndarray
@@ -220,6 +225,7 @@ class Transfers:
     shares: int
     parts: int
     edge: Transfer
+    within: bool = False
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -237,6 +243,14 @@ class Transfers:
         """Ticks in which all stages move pieces under their layers, bool ``[ticks]``."""
         moves: np.ndarray = (self.chunk != NONE).any(axis=1) & (self.group > 0)
         return moves
+
+    @property
+    def most_moved(self) -> tuple[int, int]:
+        """The most pieces, or shares of so many in a piece, that move under layers at once."""
+        shared = bool(self.shared.any())
+        if self.within and not (shared and self.group >= self.shares):
+            return 1, 1
+        return self.group * shared, self.shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,9 +371,14 @@ class TickTable:
 
         Arguments as for `runs`.
         """
+        ticks = np.arange(self.num_ticks)
+        first = (ticks == 0) & self.gathers.within & gathers
+        last = (ticks == ticks[-1]) & self.reduces.within & reduces
         moves = self.gathers.shared & gathers, self.reduces.shared & reduces
+        directions = self._directions(~(first | last))
         return [
-            BodyParts(*map(bool, tick)) for tick in zip(*self._directions(), *moves, strict=True)
+            BodyParts(*map(bool, tick))
+            for tick in zip(*directions, *moves, first, last, strict=True)
         ]
 
     def runs(self, *, gathers: bool, reduces: bool) -> tuple[tuple[BodyParts, ...], np.ndarray]:
@@ -387,8 +406,9 @@ class TickTable:
         reducing = self.reduces.shared
         return len(rounds) == 1 and bool(reducing[-1]) and not reducing[:-1].any()
 
-    def _directions(self) -> tuple[np.ndarray, np.ndarray]:
-        """Marks the ticks whose bodies run forwards, and backwards, each bool ``[ticks]``."""
+    def _directions(self, alike: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Marks the ticks whose bodies run forwards, and backwards, each bool ``[ticks]``; those
+        that are ``alike`` do both if many do."""
         used = [
             *((kind, cell.runs.any(axis=1)) for kind, cell in self.passes.items()),
             *(
@@ -402,8 +422,22 @@ class TickTable:
             np.any([ticks for kind, ticks in used if kind.is_forward == wanted], axis=0)
             for wanted in (True, False)
         )
-        mixed = np.mean(forward & backward) > _MIXED
+        mixed = (np.mean(forward & backward) > _MIXED) & alike
         return forward | mixed | ~backward, backward | mixed
+
+    @property
+    def with_whole_edges(self) -> Self:
+        """The table whose chunks move as a whole before the first tick and after the last."""
+        return dataclasses.replace(
+            self,
+            gathers=dataclasses.replace(self.gathers, within=False),
+            reduces=dataclasses.replace(self.reduces, within=False),
+        )
+
+    @property
+    def last_kind(self) -> Kind:
+        """The kind of action that completes gradients."""
+        return Kind.W if Kind.W in self.passes else Kind.BW
 
     @property
     def layers_per_chunk(self) -> int:

@@ -85,6 +85,7 @@ class MoveOptions(NamedTuple):
     own_slots: bool
     pieces: int
     shares: int
+    within: bool
 
 
 class ChunkSlots(NamedTuple):
@@ -125,7 +126,7 @@ def held_chunks(
     if not waits:
         return whole
     ticks = len(whole.transfers.chunk)
-    spread = under_layers(stays, ticks, num_slots, moving.pieces, moving.shares, load=load)
+    spread = under_layers(stays, ticks, num_slots, moving, load=load)
     return whole if spread is None else whole._replace(transfers=spread)
 
 
@@ -178,33 +179,34 @@ def _with_slots(
 
 class _Job(NamedTuple):
     """A chunk to move on a stage in ticks from ``start`` to before ``end``, or at the edge of the
-    step."""
+    step; ``alone`` if it is the first of the stage, or the last: no other chunk's layers run then.
+    """
 
     start: int
     end: int
     stage: int
     stay: Stay
     at_edge: bool
+    alone: bool
 
 
 def under_layers(
     stays: Sequence[Sequence[Stay]],
     num_ticks: int,
     num_slots: int,
-    pieces: int,
-    most_shares: int,
+    moving: MoveOptions,
     *,
     load: bool,
 ) -> Transfers | None:
     """Spreads the pieces of chunks over ticks, as few at once as possible.
 
-    The first chunk that a stage uses is gathered as a whole before the first tick, and the last one
-    is reduced after the last tick. So is any other chunk that has no time within the step but may
-    move at its edge.
+    The first chunk that a stage uses is gathered before the first tick, and the last one is reduced
+    after the last tick. If these are the same chunk on all stages, they may leave one piece there:
+    the others move within the first tick, or the last, each under the layer next to it. Any other
+    chunk that has no time within the step but may move at its edge does so as a whole.
 
     Args:
-      pieces: pieces of a chunk; 0 if chunks move only at the edges of the step, not under layers.
-      most_shares: the most shares in which a piece may move, a power of two.
+      moving: with no pieces if chunks move only at the edges of the step, not under layers.
       load: whether chunks are gathered, or reduced.
 
     Returns:
@@ -215,7 +217,8 @@ def under_layers(
     ]
     ticks: list[np.ndarray | None] = [None] * len(jobs)
     group, shares = 0, 1
-    for group, shares in _sizes(pieces, most_shares):
+    pieces = moving.pieces
+    for group, shares in _sizes(pieces, moving.shares):
         ticks = _choose(jobs, num_ticks, len(stays), pieces * shares // group)
         late = [job for job, when in zip(jobs, ticks, strict=True) if when is None]
         if all(job.start == job.end for job in late):
@@ -227,11 +230,14 @@ def under_layers(
             chunk[when, job.stage], slot[when, job.stage] = job.stay.item, job.stay.slot
             piece[when, job.stage] = np.arange(len(when)) * group
         elif job.at_edge:
-            edge[job.stage].append(job.stay)
+            edge[job.stage].insert(0 if job.alone else len(edge[job.stage]), job.stay)
         else:
             return None
     parts = pieces * shares // group if group else 1
-    return Transfers(chunk, slot, piece, num_slots, group, shares, parts, _at_edge(edge))
+    outer = _at_edge(edge)
+    alike = len(outer.chunk) > 0 and bool((outer.chunk[0] == outer.chunk[0, 0]).all())
+    within = moving.within and pieces > 1 and alike
+    return Transfers(chunk, slot, piece, num_slots, group, shares, parts, outer, within)
 
 
 def dividing_shares(arrays: Sequence[tuple[float, int]], smallest: float = SMALLEST_SHARE) -> int:
@@ -268,14 +274,13 @@ def _jobs(stage: int, stays: Sequence[Stay], num_ticks: int, load: bool) -> Iter
         same_slot = [other for other in stays if other.slot == stay.slot]
         if load:
             before = [other.unloaded for other in same_slot if other.unloaded < stay.loaded]
-            start, end, at_edge = 1 + max(before, default=-1), stay.loaded, not before
-            alone = stay.loaded == min(other.loaded for other in stays)
+            start, end = 1 + max(before, default=-1), stay.loaded
+            at_edge, alone = not before, stay.loaded == min(other.loaded for other in stays)
         else:
             after = [other.loaded for other in same_slot if other.loaded > stay.unloaded]
-            start, end, at_edge = stay.unloaded + 1, min(after, default=num_ticks), not after
-            alone = stay.unloaded == max(other.unloaded for other in stays)
-        # The first chunk, or the last: no other chunk's layers run then.
-        yield _Job(start, start if alone else end, stage, stay, at_edge)
+            start, end = stay.unloaded + 1, min(after, default=num_ticks)
+            at_edge, alone = not after, stay.unloaded == max(other.unloaded for other in stays)
+        yield _Job(start, start if alone else end, stage, stay, at_edge, alone)
 
 
 def _choose(
