@@ -61,7 +61,9 @@ def collectives(program: HloProgram) -> list[Collective]:
             rows = program.computations[body]
             for position, row in enumerate(rows):
                 opcode, asynchronous = _moves(program, row)
-                if opcode is None:
+                # In the entry stand the ticks that run once, and what moves at the edges.
+                elsewhere = tick == program.entry and f"{name}/" not in row.text
+                if opcode is None or elsewhere:
                     continue
                 between = rows[position : _end(rows, position)] if asynchronous else []
                 hidden_by = sum(pass_of(later) is not None for later in between)
@@ -111,6 +113,7 @@ def check_edges(messages: list[Collective], table: TickTable) -> None:
         parts = BodyParts("forward" in tick, "backward" in tick)
         runs = [parts.has(channel.kind) for channel in table.channels]
         late = [c.late_edges for c in itertools.compress(table.channels, runs) if c.late_edges]
+        late = [] if tick.endswith("first") else late  # nothing has been sent before
         exchanges = {tuple(itertools.compress(pairs, runs)) for pairs in table.exchanges}
         by_place: dict[str, list[Edges]] = {}
         for one in messages:

@@ -170,6 +170,8 @@ def test_the_first_and_the_last_chunk_move_under_their_own_layers(name, zero, la
     parts = pipe.table.parts(gathers=zero == 3, reduces=True)
     assert [one.first for one in parts] == [zero == 3] + [False] * (len(parts) - 1)
     assert [one.last for one in parts] == [False] * (len(parts) - 1) + [True]
+    whole = pipe.table.with_whole_edges.parts(gathers=zero == 3, reduces=True)
+    assert not any(one.first or one.last for one in whole)  # of a step whose cells are measured
 
 
 def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
