@@ -29,7 +29,10 @@ from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import Costs
 
-NEWER = "overlapped", "num_slices", "carry", "carry_gradient", "number", "ticks"
+NEWER = (
+    "overlapped", "num_slices", "carry", "carry_gradient", "number", "ticks", "moved",
+    "residual_parts",
+)  # fmt: skip
 """Fields that are left out where they have their default."""
 
 DIGESTS = Path(__file__).with_name("digests.json")

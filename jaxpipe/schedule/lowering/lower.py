@@ -9,6 +9,9 @@ Everything a stage keeps lives in a numbered slot: a message that has arrived an
 residuals from F to the last action that reads them, values from B to W. Interval coloring gives
 each buffer exactly the schedule's peak and no more.
 
+Residuals that wait on the host (`jaxpipe.schedule.offload`) leave their slot beside an F, and
+return to another beside a backward.
+
 `Channel` says which messages are late. Pieces of chunks that move over data under layers
 (`jaxpipe.schedule.lowering.transfers`) are on their way from a tick's beginning to its end.
 
@@ -23,18 +26,24 @@ import dataclasses
 import enum
 import functools
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, Outer, TickTable
+from jaxpipe.schedule.actions import Action, Kind, Schedule
+from jaxpipe.schedule.lowering.table import NONE, Cell, Channel, Edges, Moved, Outer, TickTable
 from jaxpipe.schedule.lowering.transfers import (
     ChunkSlots,
     MoveOptions,
     columns_of,
     held_chunks,
 )
+from jaxpipe.schedule.offload import Move, Pass, move_residuals
+from jaxpipe.schedule.problems import Problem, refuse
+
+Times = TypeVar("Times", int, np.ndarray)
 
 
 class Phase(enum.IntEnum):
@@ -55,6 +64,7 @@ def lower(
     *,
     weight_slots: int = 1,
     gradient_slots: int | None = None,
+    residuals: float | None = None,
     own_slots: bool = False,
     pieces: int = 0,
     shares: int = 1,
@@ -72,6 +82,8 @@ def lower(
         twice.
       gradient_slots: chunks whose gradients a stage sums at once; by default as many. If given, a
         chunk may be reduced when the step ends.
+      residuals: microbatches of a full stage whose residuals a device keeps at once; others wait on
+        the host. By default it keeps all.
       own_slots: a chunk always lies in slot ``chunk % k`` of k, for programs that must know where
         weights are; this may take more slots and gather more often.
       pieces: number of pieces in which a chunk moves under layers of other chunks, where there is
@@ -84,12 +96,20 @@ def lower(
       overlaps: whether messages travel while layers run, as on GPUs. XLA for CPUs runs one after
         the other: there no message is late.
 
+    Raises:
+      ArgumentError: a device must keep more residuals.
+
     Example:
       >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
       >>> lower(one_f_one_b(4, 8), [2] * 4).num_slots["until_w"]
       4
+      >>> lower(one_f_one_b(4, 8), [2] * 4, residuals=3).num_slots["until_w"]
+      3
     """
-    return Lowering(schedule, layer_counts, together=together, overlaps=overlaps).table(
+    lowering = Lowering(
+        schedule, layer_counts, residuals=residuals, together=together, overlaps=overlaps
+    )
+    return lowering.table(
         weight_slots=weight_slots,
         gradient_slots=gradient_slots,
         moving=MoveOptions(own_slots, pieces, shares, within),
@@ -104,7 +124,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     )
 
 
-def _at(ticks: np.ndarray, phase: Phase) -> np.ndarray:
+def _at(ticks: Times, phase: Phase) -> Times:
     """Converts ticks to times of a phase within the step."""
     return ticks * len(Phase) + phase
 
@@ -121,6 +141,7 @@ class Lowering:
         schedule: Schedule,
         layer_counts: Sequence[int],
         *,
+        residuals: float | None = None,
         together: bool = False,
         overlaps: bool = True,
     ) -> None:
@@ -136,10 +157,17 @@ class Lowering:
         self.trains = self.backward in self.kinds
         self.ticks = {kind: self._ticks(kind) for kind in self.kinds}
 
+        self.residual_parts, self._moves = 0, dict[Pass, Move]()
+        if residuals is not None and self.trains:
+            self.residual_parts, self._moves = self._move_residuals(residuals)
         lives = self._lives()
         names = dict.fromkeys(("x", "dy", "until_b", "until_w", "crossing", *lives))
         self._slots = {name: np.zeros(self.shape, np.int64) for name in names}
         self._slots |= {name: self._colour(*life) for name, life in lives.items()}
+        # Of residuals those from F on, and those from the return from the host on.
+        for name in ("until_b", "until_w"):
+            apart = self._colour_apart(*lives[name]) if name in lives else [self._slots[name]] * 2
+            self._slots[name] = np.stack(apart)
         self._share_slots(lives)
         carries = self._lives_of_carries() if schedule.num_slices > 1 else {}
         for name, life in carries.items():
@@ -152,6 +180,10 @@ class Lowering:
             name: 1 + int(slots.max()) if name in lives or name in carries else 0
             for name, slots in self._slots.items()
         }
+        if self._moves:
+            self._slots["host"] = self._colour_on_host()
+            most = 2 + int(self._slots["host"].max())
+            self.num_slots |= {"until_b_on_host": most, "until_w_on_host": most}
 
     def table(
         self, *, weight_slots: int, gradient_slots: int | None, moving: MoveOptions
@@ -174,6 +206,7 @@ class Lowering:
             gathers=weights.transfers,
             reduces=gradients.transfers,
             num_slots=dict(self.num_slots),
+            residual_parts=self.residual_parts,
             exchanges=self.exchanges,
             exchange=self.exchange,
             together=self.together,
@@ -250,6 +283,81 @@ class Lowering:
             slots[own_stages] = colours.reshape(len(own_stages), -1)
         return slots
 
+    def _move_residuals(self, residuals: float) -> tuple[int, dict[Pass, Move]]:
+        """Chooses what waits on the host, and when it moves: in how many parts, and the ticks."""
+        schedule, columns = self.schedule, self.columns
+        rows: list[list[tuple[int, Action]]] = [[] for _ in range(schedule.num_stages)]
+        kinds = tuple(Kind)
+        for n in np.lexsort((columns.kind, columns.tick)).tolist():
+            i, virtual_stage = int(columns.microbatch[n]), int(columns.virtual_stage[n])
+            action = Action(virtual_stage, kinds[columns.kind[n]], i)
+            rows[columns.stage[n]].append((int(columns.tick[n]), action))
+        orders = [[action for _, action in row] for row in rows]
+        of_full_stage = schedule.num_chunks * schedule.num_slices
+        found = move_residuals(orders, self.layer_counts, limit=int(residuals * of_full_stage))
+        if found is None:
+            least = next(
+                limit
+                for limit in itertools.count(1)
+                if move_residuals(orders, self.layer_counts, limit=limit) is not None
+            )
+            rule = "is less than a device must keep, if all others wait on the host"
+            near = (least / of_full_stage,)
+            refuse([Problem("residuals", residuals, rule, near, schedule=schedule.name)])
+            raise AssertionError  # refused
+        parts, moves = found
+        in_ticks = {}
+        for one, move in moves.items():
+            row = rows[self.stage_of[one[0]]]
+            in_ticks[one] = Move(*([row[place][0] for place in places] for places in move))
+        return parts if moves else 0, in_ticks
+
+    def _colour_apart(self, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Assigns the slots of residuals, and those that they have from their return on.
+
+        One is free when the last part has left, at the beginning of F beside which it does.
+        """
+        slots, returned = np.zeros_like(start), np.zeros_like(start)
+        left, returns = (np.full(self.shape, NONE) for _ in range(2))
+        for one, (out, back) in self._moves.items():
+            left[one], returns[one] = _at(out[-1], Phase.EMBED), _at(back[0], Phase.WEIGHTS)
+        for own in map(list, self.schedule.placement.virtual_stages):
+            goes = left[own] != NONE
+            starts = np.append(start[own], returns[own][goes])
+            ends = np.append(np.where(goes, left[own], end[own]), end[own][goes])
+            first, then = np.split(colour_intervals(starts, ends), [goes.size])
+            slots[own] = first = first.reshape(goes.shape)
+            second = first.copy()
+            second[goes] = then
+            returned[own] = second
+        return slots, returned
+
+    def _colour_on_host(self) -> np.ndarray:
+        """Assigns the slots of residuals on the host, int64 ``[virtual stages, passes]``."""
+        slots = np.zeros(self.shape, np.int64)
+        for own in map(set, self.schedule.placement.virtual_stages):
+            moves = {one: move for one, move in self._moves.items() if one[0] in own}
+            starts = [_at(move.out[0], Phase.FORWARD) for move in moves.values()]
+            ends = [_at(move.back[-1], Phase.BACKWARD) for move in moves.values()]
+            colours = colour_intervals(np.asarray(starts), np.asarray(ends))
+            for one, slot in zip(moves, colours.tolist(), strict=True):
+                slots[one] = slot
+        return slots
+
+    def _moved(self, kind: Kind) -> Moved:
+        """Fills the columns of what moves beside the layers of a kind of action."""
+        back = int(kind is not Kind.F)
+        shape = self.num_ticks, self.schedule.num_stages
+        columns = Moved(*(np.zeros(shape, np.int32) for _ in Moved._fields))
+        columns.host[:] = self.num_slots["until_w_on_host"] - 1
+        for one, move in self._moves.items():
+            place = list(move[back]), self.stage_of[one[0]]
+            columns.host[place] = self._slots["host"][one]
+            columns.part[place] = range(self.residual_parts)
+            columns.until_b[place] = self._slots["until_b"][back][one]
+            columns.until_w[place] = self._slots["until_w"][back][one]
+        return columns
+
     def _share_slots(self, lives: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
         """Gives residuals the slots of those that W reads, whose lives contain theirs, where these
         are no more; and else few different slots beside each of them.
@@ -260,11 +368,11 @@ class Lowering:
         for name in filter(lives.__contains__, ("until_b", "crossing")):
             shared = self._slots["until_w"]
             if shared.max() == self._slots[name].max():
-                self._slots[name] = shared
+                self._slots[name] = shared[1] if name == "crossing" else shared
             elif name == "crossing":
                 for own in map(list, self.schedule.placement.virtual_stages):
                     starts, ends = (times[own].reshape(-1) for times in lives[name])
-                    slots = colour_beside(starts, ends, shared[own].reshape(-1), pairs)
+                    slots = colour_beside(starts, ends, shared[1, own].reshape(-1), pairs)
                     self._slots[name][own] = slots.reshape(len(own), -1)
 
     def _enter(
@@ -317,8 +425,8 @@ class Lowering:
             "chunk": self.chunk_of[place[0]],
             "microbatch": place[1],
             "inbox": slots["x" if kind is Kind.F else "dy"][place],
-            "until_b": slots["until_b"][place],
-            "until_w": slots["until_w"][place],
+            "until_b": slots["until_b"][int(kind is not Kind.F)][place],
+            "until_w": slots["until_w"][int(kind is not Kind.F)][place],
             "crossing": slots["crossing"][place],
             "weights": weights.slots[selected],
             "gradient": gradients.slots[selected],
@@ -330,7 +438,8 @@ class Lowering:
             empty = NONE if name == "microbatch" else 0
             fields[name] = np.full((self.num_ticks, self.schedule.num_stages), empty, np.int32)
             fields[name][columns.tick[selected], columns.stage[selected]] = value
-        return Cell(**fields)
+        moves = self._moves and kind in (Kind.F, self.backward)
+        return Cell(**fields, moved=self._moved(kind) if moves else None)
 
     def _uniform(self, ticks: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fills the columns of a phase that runs in these ticks: one microbatch in each, and its

@@ -24,6 +24,22 @@ _MIXED = 0.25
 takes time to compile. Shares by schedule are in docs/design/001-executor.md."""
 
 
+class Moved(NamedTuple):
+    """Residuals of another microbatch or chunk that move beside the layers of an action: to the
+    host beside F, back beside a backward.
+
+    Args:
+      until_b, until_w: their slots on the device.
+      host: their slot on the host; the last one, which nothing reads, if nothing moves.
+      part: number of the part of every layer's residuals that moves.
+    """
+
+    until_b: Integer
+    until_w: Integer
+    host: Integer
+    part: Integer
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """The action of one kind that one stage runs in one tick.
@@ -41,6 +57,7 @@ class Cell:
       gradient: gradient slot (sharded gradients only).
       carry: slot of what layers hand from slice to slice of a sequence (slices only).
       carry_gradient: slot of its cotangent.
+      moved: what moves beside its layers, where residuals wait on the host.
       number: number of its place in the program, where that knows all places
         (`TickTable.cell_numbers`).
     """
@@ -56,6 +73,7 @@ class Cell:
     gradient: Integer
     carry: Integer = None
     carry_gradient: Integer = None
+    moved: Moved | None = None
     number: Integer = None
 
     @property
@@ -260,13 +278,15 @@ class TickTable:
     Args:
       layer_counts: layers of every virtual stage.
       passes: columns by kind; only kinds the schedule uses.
-      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing, and, with slices,
-        carry, carry_gradient.
+      num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; with slices,
+        carry, carry_gradient; and until_b_on_host, until_w_on_host, with one slot that nothing
+        reads, if residuals wait there.
       exchanges: the distinct sets of messages between stages that end a tick, each as the pairs
         that it connects on every channel.
       exchange: int32 ``[ticks]``: number of the tick's.
       together: whether all stages compute embedding and head together, or those of the first and
         the last virtual stage alone.
+      residual_parts: parts in which residuals move to the host and back; 0 if none do.
     """
 
     schedule: Schedule
@@ -280,6 +300,7 @@ class TickTable:
     exchanges: tuple[tuple[Edges, ...], ...]
     exchange: np.ndarray
     together: bool
+    residual_parts: int = 0
 
     @property
     def num_ticks(self) -> int:
@@ -309,7 +330,7 @@ class TickTable:
 
     def cells(
         self, kind: Kind, fields: Sequence[str], ticks: np.ndarray | slice = slice(None)
-    ) -> dict[int, dict[str, int]]:
+    ) -> dict[int, dict[str, Integer]]:
         """Lists the distinct values of these fields in cells of a kind, on any stage, by number: in
         all ticks, or in those that are marked, bool ``[ticks]``."""
         values, _ = self._distinct(kind, fields)
