@@ -460,7 +460,7 @@ def _check_arguments(
         problems.append(Problem("compute_dtype", str(pipe.options.compute_dtype), rule, (None,)))
     if pipe.options.fp8 != ():
         problems.append(Problem("fp8", pipe.options.fp8, rule, ((),)))
-    if pipe.options.residuals == "host":
+    if pipe.options.residuals != "device":
         rule = "would leave the host between calls: what is in flight is a part of the state"
         problems.append(Problem("residuals", pipe.options.residuals, rule, ("device",)))
     if SHARED in pipe.layout.outer:

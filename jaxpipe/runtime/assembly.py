@@ -129,12 +129,14 @@ class Assembly:
     def _lower(self, schedule: Schedule, *, by_chunk: bool = False) -> TickTable:
         """Lowers a schedule whose gradients are used when the step has ended, or by chunk."""
         layers, at_end, slots = self._layers, not by_chunk, self.options.weight_slots
+        residuals = self.options.residuals
         room_for_all = at_end and not self.options.zero.shards_gradients
         return lower(
             schedule,
             self._layer_counts,
             weight_slots=slots,
             gradient_slots=schedule.num_chunks if room_for_all else None,
+            residuals=None if isinstance(residuals, str) else residuals,
             own_slots=layers[0].own_arrays,
             pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
             shares=most_shares([part.piece for part in layers]) if layers[0].in_shares else 1,

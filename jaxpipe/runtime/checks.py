@@ -65,6 +65,7 @@ def arguments(
         return
     yield from misfits(model)
     yield from _pairs(model, schedule, options)
+    yield from _moved(model, options)
     yield from _slices(model, schedule)
     malformed = list(_parameters(model, params, options))
     if not malformed:
@@ -105,6 +106,18 @@ def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterato
         yield Problem("pair_layers", True, rule, nearest, note=note)
     if not model.layers_are_alike:
         yield Problem("pair_layers", True, "runs layers that are alike, and Model.layer is a tuple")
+
+
+def _moved(model: Model, options: Options) -> Iterator[Problem]:
+    if isinstance(options.residuals, str):
+        return
+    near = ("device", "host")
+    if not model.layers_are_alike:
+        rule = "moves those of layers that are alike, and Model.layer is a tuple"
+        yield Problem("residuals", options.residuals, rule, near)
+    if options.pair_layers:
+        rule = "moves them beside layers, which run one by one, and not with $pair_layers"
+        yield Problem("residuals", options.residuals, rule, near, {"pair_layers": True})
 
 
 def _slices(model: Model, schedule: Schedule | None) -> Iterator[str]:

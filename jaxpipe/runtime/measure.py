@@ -48,7 +48,8 @@ def buffers(
 ) -> dict[str, Shapes]:
     """Finds the buffers of the tick loop on each device.
 
-    "moving" has the pieces of chunks that are gathered or reduced while layers run.
+    "moving" has the pieces of chunks that are gathered or reduced while layers run, and the
+    residuals that are on their way to the host or back.
 
     Args:
       batch: a batch, or its shapes.
@@ -65,6 +66,7 @@ def buffers(
             fixed = dataclasses.replace(fixed, setup=setup, gradients=applied)
         sink, shapes = fixed.gradients, executor.buffer_shapes(fixed)
         moving = [fixed.weights.moving(fixed), [] if sink is None else sink.moving(fixed)]
+        moving.append(fixed.moving_residuals)
         for name, kept in fixed.residuals.items():
             if kept.on_host:
                 shapes.pop(name, None)

@@ -57,7 +57,9 @@ class Options:
         under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
         the gathers.
       residuals: the memory in which residuals wait for their backward: the "device", or the "host",
-        over the device's bus; best with ``remat="full"``, which keeps least.
+        over the device's bus; best with ``remat="full"``, which keeps least. Or the microbatches of
+        a full stage, such as 2.5, whose residuals a device keeps at once: of the others, those that
+        wait longest move to the host and back while layers run. Layers must be alike.
       pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
         one loop, so that matmuls of one hide communication of the other. Layers must be alike. By
         default True on GPUs if layers use mesh axes.
@@ -73,7 +75,7 @@ class Options:
     zero: Zero = Zero.NOTHING
     weights: str = "stacked"
     weight_slots: int = 1
-    residuals: str = "device"
+    residuals: str | float = "device"
     pair_layers: bool | None = None
     layer_counts: Sequence[int] | None = None
     poison: bool = False
@@ -92,10 +94,11 @@ class Options:
             yield Problem("weights", self.weights, rule)
         if not _is_number(self.weight_slots) or self.weight_slots < 1:
             yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
-        if self.residuals not in ("device", "host"):
-            rule = "is not one of device, host"
+        kept = not isinstance(self.residuals, (str, bool)) and self.residuals
+        if not (kept and kept > 0) and self.residuals not in ("device", "host"):
+            rule = "is not one of device, host, or a number of microbatches above 0"
             yield Problem("residuals", self.residuals, rule, ("device", "host"))
-        elif self.residuals == "host":
+        elif self.residuals != "device":
             yield from host.problems("residuals", self.residuals, mesh)
         if self.pair_layers not in (None, True, False):
             yield Problem("pair_layers", self.pair_layers, "is no choice", (None, True, False))
@@ -121,7 +124,8 @@ class Options:
         pairs = self.pair_layers
         if pairs is None:
             communicates = model.uses_axes and transfers_overlap(mesh)
-            pairs = communicates and model.layers_are_alike and bool(schedule.overlapped)
+            alike, waits = model.layers_are_alike, self.residuals != "device"
+            pairs = communicates and alike and bool(schedule.overlapped) and not waits
         return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)
 
 
@@ -136,7 +140,7 @@ class Arguments(TypedDict, total=False):
     zero: int
     weights: str
     weight_slots: int
-    residuals: str
+    residuals: str | float
     pair_layers: bool | None
     layer_counts: Sequence[int] | None
     poison: bool

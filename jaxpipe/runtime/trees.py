@@ -212,3 +212,29 @@ class _Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def joined(tree: Tree) -> list[jax.Array]:
+    """Puts all arrays of a tree into one row for each dtype, ``[1, elements]``.
+
+    Example:
+      >>> joined({"a": jnp.ones(2), "b": jnp.zeros((1, 2))})[0].tolist()
+      [[1.0, 1.0, 0.0, 0.0]]
+    """
+    arrays = jax.tree.leaves(tree)
+    return [
+        jnp.concatenate([w.reshape(1, -1) for w in arrays if w.dtype == dtype], axis=1)
+        for dtype in dict.fromkeys(w.dtype for w in arrays)
+    ]
+
+
+def parted(rows: list[jax.Array], like: Tree) -> Tree:
+    """Undoes `joined` of a tree like this one."""
+    row_of, taken = {row.dtype: row for row in rows}, {row.dtype: 0 for row in rows}
+
+    def take(w: jax.Array) -> jax.Array:
+        start = taken[w.dtype]
+        taken[w.dtype] += w.size
+        return row_of[w.dtype][0, start : taken[w.dtype]].reshape(w.shape)
+
+    return jax.tree.map(take, like)

@@ -14,6 +14,8 @@ import jaxpipe
 from jaxpipe.errors import refuse
 from jaxpipe.runtime import host, measure
 from jaxpipe.runtime.layout.placing import HOST_PARTS
+from jaxpipe.schedule import catalog
+from jaxpipe.schedule.offload import within_limit
 
 TOY = toys.named("ends", 4)
 BATCH = TOY.batch(8)
@@ -135,6 +137,67 @@ def test_a_tree_goes_to_the_host_in_parts():
         parts = [sum(leaf.nbytes for leaf in part(tree)) for part in placing.parts]
         assert sum(parts) == sum(sizes)
         assert max(parts) <= sum(sizes) / HOST_PARTS + max(sizes)
+
+
+ZB_V = within_limit(catalog.build("zb-v", stages=3, microbatches=7), limit=4, parts=1)
+"""With W early enough that no more is kept."""
+MOVING = [
+    ("1f1b-fused", 2.0, {"stage": 3}, {"weights": "unrolled", "remat": "dots"}),
+    ("breadth-first", 3.0, {"stage": 2, "data": 2}, {"zero": 3, "weight_slots": 2}),
+    ("1f1b", 3.0, {"stage": 4}, {"weights": "unrolled", "zero": 1}),
+    (ZB_V, 2.0, {"stage": 3, "data": 2}, {"zero": 2, "weight_slots": 2}),
+]
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize(
+    ("schedule", "kept", "sizes", "options"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (n > 1)) for n, case in enumerate(MOVING)],
+)
+def test_losses_and_gradients_are_to_the_bit_those_of_residuals_on_the_device(
+    schedule, kept, sizes, options
+):
+    microbatches, toy = 7, toys.named("tied", 12)
+    results, tables = [], []
+    for residuals in ("device", kept):
+        given = {"residuals": residuals, "microbatches": microbatches} | options
+        pipe = toys.pipeline("tied", schedule, sizes, num_layers=12, **given)
+        batch = toy.batch(microbatches * sizes.get("data", 1))
+        step = jax.jit(pipe.value_and_grad)(pipe.place(toy.params), batch)
+        results.append(jax.device_get(step))
+        tables.append(pipe.table)
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    here, there = (table.num_slots for table in tables)
+    assert there["until_w"] == int(kept * pipe.schedule.num_chunks) < here["until_w"]
+    assert tables[1].residual_parts > 0
+
+
+def test_parts_of_what_waits_are_on_the_device_and_the_host():
+    """A device has the slots of the limit, and what is on its way beside one layer."""
+    pipe, few = (
+        toys.pipeline("tied", "1f1b-v", {"stage": 4}, num_layers=8, microbatches=12, **given)
+        for given in ({}, {"residuals": 2.5})
+    )
+    batch = toys.named("tied", 8).batch(12)
+    whole, kept = measure.buffers(pipe, batch), measure.buffers(few, batch)
+    slots, parts = few.table.num_slots, few.table.residual_parts
+    assert (slots["until_w"], parts, kept.keys() - whole.keys()) == (5, 2, {"moving"})
+    names = ("until_b", "until_w")
+    before, after = (sum(measure.tree_bytes(all_of[n]) for n in names) for all_of in (whole, kept))
+    assert after * pipe.table.num_slots["until_w"] == before * 5
+    of_layer = after / 5 / few.table.layers_per_chunk
+    assert of_layer / 2 <= measure.tree_bytes(kept["moving"]) <= of_layer / 2 + 64
+
+
+def test_what_cannot_move_is_refused():
+    with pytest.raises(ValueError, match=r"residuals=0.5 does not fit schedule '1f1b'(.|\n)*2.0"):
+        pipeline(residuals=0.5)
+    with pytest.raises(ValueError, match=r"residuals=2.5 moves those of layers that are alike"):
+        toys.pipeline("uneven", "1f1b", {"stage": 2}, microbatches=4, residuals=2.5)
+    with pytest.raises(ValueError, match=r"residuals=-1 is not one of device, host, or a number"):
+        pipeline(residuals=-1)
+    with pytest.raises(ValueError, match=r"residuals=2 would leave the host"):
+        jaxpipe.AsyncPipeline(pipeline(residuals=2), optax.sgd(0.1))
 
 
 def equations(jaxpr):

@@ -26,9 +26,7 @@ def replay(table) -> None:
                 if cell.microbatch[at] < 0:
                     continue
                 own, moved = (cell.chunk[at], cell.microbatch[at]), cell.moved
-                moves = (
-                    moved is not None and moved.host[at] < table.num_slots["until_w_on_host"] - 1
-                )
+                moves = moved is not None and moved.host[at] < table.num_slots["on_host"] - 1
                 slots = {name: getattr(moved, name)[at] for name in ("until_b", "until_w") if moves}
                 if moves and kind is Kind.F:
                     place = host.setdefault(moved.host[at], [None] * parts)

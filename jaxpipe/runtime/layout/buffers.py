@@ -45,6 +45,16 @@ class _Value(NamedTuple):
         return math.prod(self.stored) - math.prod(self.shape)
 
 
+class Piece(NamedTuple):
+    """One of so many equal parts of what a slot holds of a layer; the last, which slices keep
+    inside, may overlap the one before."""
+
+    slot: Index
+    layer: Index
+    part: Index
+    parts: int
+
+
 class SharedBuffers:
     """Buffers that the values of layers of several kinds share.
 
@@ -147,12 +157,42 @@ class SharedBuffers:
             buffers[where.buffer] = self._in_order(written)
         return buffers
 
-    def part(self, buffers: Arrays, slots: Iterable[tuple[Index, Iterable[Index]]]) -> Arrays:
-        """Selects the arrays in which some layers of some slots lie: here all."""
-        return buffers
+    def piece_shapes(self, parts: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what `cut` reads, of one of so many parts."""
+        sizes = [(-(-stored[0] // parts), *stored[1:]) if stored else () for stored in self._stored]
+        return [
+            jax.ShapeDtypeStruct((1, *size), dtype)
+            for size, dtype in zip(sizes, self._dtypes, strict=True)
+        ]
+
+    def cut(self, buffers: list[jax.Array], piece: Piece) -> list[jax.Array]:
+        """Reads a piece, as it is stored; layers must be of one kind."""
+        values = []
+        for buffer, shape in zip(buffers, self.piece_shapes(piece.parts), strict=True):
+            start = self._start(shape, piece)
+            row = lax.dynamic_slice(self._in_order(buffer), start, shape.shape)
+            values.append(to_devices(row) if self.on_host else row)
+        return values
+
+    def put(
+        self, buffers: list[jax.Array], piece: Piece, values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Writes what `cut` reads, in place, and returns the buffers."""
+        written = []
+        for buffer, value in zip(buffers, values, strict=True):
+            start = self._start(value, piece)
+            value = to_host(value) if self.on_host else value
+            written.append(self._in_order(lax.dynamic_update_slice(buffer, value, start)))
+        return written
+
+    def _start(self, value: jax.Array | jax.ShapeDtypeStruct, piece: Piece) -> tuple[Index, ...]:
+        """Where a piece of a value starts."""
+        within = (piece.part * size for size in value.shape[1:2])
+        rest = (0 for _ in value.shape[2:])
+        return start_at(piece.slot * self._rows + piece.layer, *within, *rest)
 
     def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
-        """Replaces such a part."""
+        """Replaces the part of a loop, which is all: as `KnownSlots.with_part`."""
         return part
 
     def _in_order(self, buffer: jax.Array) -> jax.Array:
@@ -205,12 +245,12 @@ class KnownSlots:
         return jax.tree.map(fill, self.shapes(slots))
 
     def part(self, buffers: Arrays, slots: Iterable[tuple[int, Iterable[int]]]) -> Arrays:
-        """As `SharedBuffers.part`."""
+        """Selects the arrays in which some layers of some slots lie."""
         numbers = {self._number(slot, layer) for slot, layers in slots for layer in layers}
         return {n: buffers[n] for n in sorted(numbers)}
 
     def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
-        """As `SharedBuffers.with_part`."""
+        """Replaces such a part."""
         return buffers | part
 
     def read(self, buffers: Arrays, kind: int, slot: int, at: At) -> list[jax.Array]:

@@ -24,7 +24,7 @@ from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
+from jaxpipe.runtime.layout.buffers import KnownSlots, Piece, SharedBuffers
 from jaxpipe.runtime.layout.data_axis import Joined
 from jaxpipe.runtime.layout.layer_layout import Body, LayerLayout
 from jaxpipe.runtime.layout.leaf import Share
@@ -34,7 +34,7 @@ from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.tick.watch import Watch
-from jaxpipe.runtime.trees import combine, divide, widened
+from jaxpipe.runtime.trees import combine, divide, joined, widened
 from jaxpipe.runtime.types import (
     Activation,
     Arrays,
@@ -58,6 +58,7 @@ from jaxpipe.schedule.lowering.table import (
     NONE,
     BodyParts,
     Cell,
+    Moved,
     Pairs,
     Row,
     TickTable,
@@ -68,6 +69,8 @@ from jaxpipe.schedule.lowering.table import (
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
+ON_HOST = "on_host"
+"""Those of F that have left the device."""
 RESIDUALS_OF = {
     Kind.F: RESIDUALS_OF_F,
     Kind.R: RESIDUALS_OF_F,
@@ -249,7 +252,7 @@ class Fixed:
 
     def cells(
         self, kind: Kind, known: Collection[str], parts: BodyParts
-    ) -> dict[int, dict[str, int]]:
+    ) -> dict[int, dict[str, Any]]:
         """The cells of a kind that ticks with these parts have, by number."""
         ticks = np.asarray([one == parts for one in self.table.parts(**self._moves)])
         return self.table.cells(kind, self.fields(kind, known), ticks)
@@ -263,6 +266,19 @@ class Fixed:
     def known_slots(self) -> list[str]:
         """Names of the residuals whose slots the program knows."""
         return [name for name, kept in self.residuals.items() if isinstance(kept, KnownSlots)]
+
+    def shared(self, name: str) -> SharedBuffers:
+        """How layers share the buffers of residuals whose slots come from the table."""
+        kept = self.residuals[name]
+        assert isinstance(kept, SharedBuffers)
+        return kept
+
+    @property
+    def moving_residuals(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what moves to the host beside a layer, or back, one for each dtype."""
+        parts = self.table.residual_parts
+        pieces = [self.shared(name).piece_shapes(parts) for name in RESIDUALS_OF_F if parts]
+        return jax.eval_shape(joined, [piece for one in pieces for piece in one])
 
     @property
     def bodies(self) -> tuple[tuple[BodyParts, ...], np.ndarray]:
@@ -401,9 +417,12 @@ class Work:
         write."""
         fixed, residuals = self.fixed, {}
         for name, buffers in carried.residuals.items():
-            if name in RESIDUALS_OF[self.action] or name not in fixed.known_slots:
+            kept = fixed.residuals[name]
+            if not isinstance(kept, KnownSlots):
+                residuals[name] = buffers
+            elif name in RESIDUALS_OF[self.action]:
                 slots = [(getattr(cell, name), layers) for cell, layers in places]
-                residuals[name] = fixed.residuals[name].part(buffers, slots)
+                residuals[name] = kept.part(buffers, slots)
         return carried.but(residuals=residuals)
 
     def with_part(self, carried: Carried, part: Carried) -> Carried:
@@ -518,6 +537,19 @@ class LayerWork(Work):
             shared, slot = self.fixed.residuals[name], getattr(self.cell, name)
             residuals[name] = shared.write(residuals[name], number, slot, self.at, own)
         return carried.but(residuals=residuals)
+
+    def cut(self, carried: Carried, name: str, moved: Moved, slot: Index) -> list[jax.Array]:
+        """Reads the part of a slot's residuals that moves beside the layer."""
+        piece = Piece(slot, self.layer, moved.part, self.fixed.table.residual_parts)
+        return self.fixed.shared(name).cut(carried.residuals[name], piece)
+
+    def put(
+        self, carried: Carried, name: str, moved: Moved, slot: Index, values: list[jax.Array]
+    ) -> Carried:
+        """Writes it, in place."""
+        piece = Piece(slot, self.layer, moved.part, self.fixed.table.residual_parts)
+        written = self.fixed.shared(name).put(carried.residuals[name], piece, values)
+        return carried.but(residuals=carried.residuals | {name: written})
 
     def look(
         self, run: Callable[..., Tree], args: tuple[Tree, ...], *, given: Tree, made: Tree

@@ -13,7 +13,7 @@ of them for a barrier, but lets computations read them where they lie.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxpipe.runtime.layout.layer_layout import Body
 from jaxpipe.runtime.tick.fixed import (
     CARRY,
     CARRY_GRADIENT,
+    ON_HOST,
     RESIDUALS_OF_F,
     Carried,
     Fixed,
@@ -34,10 +35,13 @@ from jaxpipe.runtime.tick.fixed import (
 )
 from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.trees import widened
+from jaxpipe.runtime.trees import joined, parted, widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import NONE, BodyParts, Cell, Row
+from jaxpipe.schedule.lowering.table import NONE, BodyParts, Cell, Moved, Row
+
+Step: TypeAlias = Callable[[LayerWork, Carried], Carried]
+"""Runs an action of one layer."""
 
 _BRANCHES = 6
 """Loops within a loop around several cells; see docs/design/001-executor.md."""
@@ -266,11 +270,49 @@ def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carr
     """Runs a layer as its kind does: one loop per kind, all but one of them empty."""
     kinds, step = work.fixed.layers.kinds, _STEPS[work.action]
     if len(kinds) == 1:
-        return step(work.of_layer(chunk, layer, kinds[0]), carried)
+        layer_work, moved = work.of_layer(chunk, layer, kinds[0]), work.cell.moved
+        if moved is None:
+            return step(layer_work, carried)
+        move = _move_out if work.action is Kind.F else _move_back
+        return move(layer_work, moved, step, carried)
     for kind in kinds:
         is_mine = work.fixed.kind_of[chunk, layer] == kind.number
         one = functools.partial(step, work.of_layer(chunk, layer, kind))
         carried = run_if(is_mine, one, carried)
+    return carried
+
+
+def _move_out(work: LayerWork, moved: Moved, step: Step, carried: Carried) -> Carried:
+    """Runs F of a layer, while residuals of an earlier pass leave for the host.
+
+    They are read before the layer runs, which may write its own into their slot. XLA for GPUs has
+    at most two arrays on their way out at once.
+    """
+    leaving = joined(
+        [
+            value
+            for name in RESIDUALS_OF_F
+            for value in work.cut(carried, name, moved, getattr(moved, name))
+        ]
+    )
+    leaving, messages = tie(leaving, carried.messages)
+    return work.put(step(work, carried.but(messages=messages)), ON_HOST, moved, moved.host, leaving)
+
+
+def _move_back(work: LayerWork, moved: Moved, step: Step, carried: Carried) -> Carried:
+    """Runs a backward of a layer, while residuals of a later one come back from the host.
+
+    They are written when the layer has run, maybe into the slot of its own.
+    """
+    fixed, returning = work.fixed, work.cut(carried, ON_HOST, moved, moved.host)
+    moves = moved.host < fixed.table.num_slots[ON_HOST] - 1
+    carried = step(work, carried)
+    made = carried.messages, carried.gradients, carried.residuals.get("crossing")
+    moved = after(made, moved, lax.axis_index(fixed.axes.names))
+    old = {name: work.cut(carried, name, moved, getattr(moved, name)) for name in RESIDUALS_OF_F}
+    for name, values in parted(returning, old).items():
+        new = [jnp.where(moves, *pair) for pair in zip(values, old[name], strict=True)]
+        carried = work.put(carried, name, moved, getattr(moved, name), new)
     return carried
 
 
@@ -338,7 +380,7 @@ def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
     return _add_gradient(work, carried.but(gradients=sums), dparams)
 
 
-_STEPS: dict[Kind, Callable[[LayerWork, Carried], Carried]] = {
+_STEPS: dict[Kind, Step] = {
     Kind.R: _forward,
     Kind.F: _forward,
     Kind.B: _backward,

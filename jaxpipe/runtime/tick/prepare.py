@@ -23,6 +23,7 @@ from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.tick.fixed import (
     CARRY,
     CARRY_GRADIENT,
+    ON_HOST,
     RESIDUALS,
     RESIDUALS_OF_F,
     Collector,
@@ -122,8 +123,8 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
     """
     setup, buffers = fixed.setup, dict[str, SharedBuffers | KnownSlots]()
     on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
-    alike = fixed.knows_chunks and len(fixed.layers.kinds) == 1
-    known = _known(fixed) if alike and not on_host else ()
+    alike, parts = fixed.knows_chunks and len(fixed.layers.kinds) == 1, setup.table.residual_parts
+    known = _known(fixed) if alike and not on_host and not parts else ()
     for name, values in _left_behind(fixed.layers, setup).items():
         if name in known:
             stacked = fixed.loops_in_chunk
@@ -132,6 +133,10 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
             buffers[name] = SharedBuffers(
                 values, kind_of, tiled=setup.tiled, on_host=name in on_host
             )
+    if parts:
+        moving = dataclasses.replace(fixed, residuals=buffers).moving_residuals
+        stored = [jax.ShapeDtypeStruct((parts * one.size,), one.dtype) for one in moving]
+        buffers[ON_HOST] = SharedBuffers([stored], kind_of, tiled=False, on_host=True)
     return buffers
 
 

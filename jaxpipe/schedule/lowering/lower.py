@@ -181,9 +181,8 @@ class Lowering:
             for name, slots in self._slots.items()
         }
         if self._moves:
-            self._slots["host"] = self._colour_on_host()
-            most = 2 + int(self._slots["host"].max())
-            self.num_slots |= {"until_b_on_host": most, "until_w_on_host": most}
+            self._slots["on_host"] = self._colour_on_host()
+            self.num_slots["on_host"] = 2 + int(self._slots["on_host"].max())
 
     def table(
         self, *, weight_slots: int, gradient_slots: int | None, moving: MoveOptions
@@ -349,10 +348,10 @@ class Lowering:
         back = int(kind is not Kind.F)
         shape = self.num_ticks, self.schedule.num_stages
         columns = Moved(*(np.zeros(shape, np.int32) for _ in Moved._fields))
-        columns.host[:] = self.num_slots["until_w_on_host"] - 1
+        columns.host[:] = self.num_slots["on_host"] - 1
         for one, move in self._moves.items():
             place = list(move[back]), self.stage_of[one[0]]
-            columns.host[place] = self._slots["host"][one]
+            columns.host[place] = self._slots["on_host"][one]
             columns.part[place] = range(self.residual_parts)
             columns.until_b[place] = self._slots["until_b"][back][one]
             columns.until_w[place] = self._slots["until_w"][back][one]

@@ -279,8 +279,8 @@ class TickTable:
       layer_counts: layers of every virtual stage.
       passes: columns by kind; only kinds the schedule uses.
       num_slots: size of each buffer, by name: x, dy, until_b, until_w, crossing; with slices,
-        carry, carry_gradient; and until_b_on_host, until_w_on_host, with one slot that nothing
-        reads, if residuals wait there.
+        carry, carry_gradient; and on_host, with one slot that nothing reads, if residuals wait
+        there.
       exchanges: the distinct sets of messages between stages that end a tick, each as the pairs
         that it connects on every channel.
       exchange: int32 ``[ticks]``: number of the tick's.
