@@ -27,8 +27,10 @@ from jaxpipe.commands.options import (
 )
 from jaxpipe.schedule import catalog, formats
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.device_clock import Clock, device_clock, timelines
 from jaxpipe.schedule.formats import read_csv, write_csv
+from jaxpipe.schedule.offload import kept_on_devices, parts_of
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 from jaxpipe.schedule.search.auto import gain_of_memory, gap
@@ -53,6 +55,7 @@ _NOT_ASYNCHRONOUS = {
         "its picture counts ticks, each with a forward and a backward on every stage",
     ),
     "format": ("text", "it never drains, and text alone shows its steady state"),
+    "offload": (None, "what is in flight is a part of its state"),
     "memory_limit": (None, "it always keeps 2(p-d) microbatches in flight on stage d"),
 }
 """The only value of an option that `show` takes with an asynchronous method, and the reason."""
@@ -76,6 +79,7 @@ def show(
     layers: int | None = None,
     layer_costs: str | None = None,
     memory_limit: float | None = None,
+    offload: float | None = None,
     recompute_segment: int | None = None,
     clock: Clock | None = None,
     format: _Format | None = None,
@@ -104,7 +108,10 @@ def show(
       layers: layers of the whole model, with --layer-costs in place of --costs: `auto` then chooses
         among all numbers of chunks that they can form.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.
-      memory_limit: peak in flight per stage, in microbatches of a full stage, for a search.
+      memory_limit: peak in flight per stage, in microbatches of a full stage, for a search; with
+        --offload what a device keeps, for any schedule.
+      offload: time in which what F keeps moves to the host, or back, as a share of F: 0.8. What
+        waits longest then moves there while layers run, until the limit holds.
       recompute_segment: for an asynchronous method, stages that run forward again together.
       clock: device, the clock of the program on GPUs; or free, as papers draw it, on which stages
         wait only for inputs. A page has both.
@@ -118,6 +125,7 @@ def show(
         "group": group,
         "slices": slices,
         "memory_limit": memory_limit,
+        "offload": offload,
     }
     parsed = parse_costs(costs)
     if name in ASYNCHRONOUS_METHODS:
@@ -145,6 +153,8 @@ def show(
         check_size(stages, microbatches * max(slices or 1, 1), chunks or own[0])
     options |= {"costs": parsed} if priced is None else {"layer_costs": priced}
     options |= {"stages": stages, "microbatches": microbatches}
+    if name != "auto" and offload is not None:
+        del options["memory_limit"], options["offload"]
     schedule = catalog.build(name, **options, progress=_say)
     of_chunks = parsed if priced is None else cut_layers(priced, schedule.placement)[1]
     if written == "csv":
@@ -154,7 +164,10 @@ def show(
     if name == "auto":
         _say("timing and drawing")
     text = _in_format(schedule, of_chunks, clock, written, printed=out is None)
-    if written == "text" and name == "auto":
+    if offload is not None and written == "text":
+        priced_chunks = [of_chunks] if isinstance(of_chunks, Costs) else of_chunks
+        text += _kept(schedule, parts_of(offload, priced_chunks), memory_limit)
+    if written == "text" and name == "auto" and offload is None:
         assert priced is not None
         _say("named schedules with half a microbatch more")
         text += _worth_of_memory(schedule, priced, memory_limit)
@@ -170,6 +183,21 @@ def show(
 def _say(what: str) -> None:
     """Says on standard error what `auto` does next: a long search would be silent."""
     print(f"auto: {what}", file=sys.stderr, flush=True)
+
+
+def _kept(schedule: Schedule, parts: int, limit: float | None) -> str:
+    """Says what devices keep where the rest waits on the host; refuses what they cannot."""
+    full = schedule.num_chunks * schedule.num_slices
+    fewest = [count / full for count in kept_on_devices(schedule, parts)]
+    limit = max(fewest) if limit is None else limit
+    if limit < max(fewest):
+        rule = "is less than a device must keep, if all others wait on the host"
+        near = (max(fewest),)
+        refuse([Problem("memory_limit", limit, rule, near, schedule=schedule.name)])
+    peaks = [count / full for count in peak_in_flight(schedule)]
+    kept = ", ".join(f"{min(peak, limit):g}" for peak in peaks)
+    moves = "one action" if parts == 1 else f"{parts} actions"
+    return f"kept on devices, per stage, moved beside {moves}: {kept}\n"
 
 
 def _worth_of_memory(

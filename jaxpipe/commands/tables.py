@@ -3,6 +3,7 @@ devices, by the cost model of `jaxpipe plan`.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,7 @@ from jaxpipe.planning.sizes import ModelSizes, Variant
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import timelines
+from jaxpipe.schedule.offload import kept_on_devices, parts_of
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
 from jaxpipe.schedule.show.page import page
@@ -178,10 +180,10 @@ _NO_DEVICES = OnDevices()
 
 _COMPARED = (
     "All schedules run one model: chunks share the work of a stage. v: chunks per stage. peak: "
-    "activations in flight on the stage that keeps most, in microbatches of a full stage. free, "
-    "device: the bubble on the free-running clock of papers, and on the device clock, which is the "
-    "program's. makespan: that of a step on the device clock, in the unit of the costs of a stage; "
-    "`show` takes costs of a chunk."
+    "activations in flight on the stage that keeps most, in microbatches of a full stage; kept, with "
+    "--offload: the fewest that a device must keep. free, device: the bubble on the free-running "
+    "clock of papers, and on the device clock, which is the program's. makespan: that of a step on "
+    "the device clock, in the unit of the costs of a stage; `show` takes costs of a chunk."
 )
 
 
@@ -211,6 +213,7 @@ def compare(
     stage_costs: str | None = None,
     layer_costs: str | None = None,
     layers: int | None = None,
+    offload: float | None = None,
     devices: Annotated[OnDevices, tyro.conf.arg(name="")] = _NO_DEVICES,
     out: Path | None = None,
 ) -> None:
@@ -230,11 +233,15 @@ def compare(
         stage's chunks share it. By default 1,1,1 if no costs of a layer are given either.
       layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
       layers: layers of the whole model; by default two per stage, or per chunk with --chunks.
+      offload: time in which what F keeps moves to the host, or back, as a share of F: 0.8. A column
+        then says how little a device keeps if all that can wait there does.
       devices: a traced model on devices, in place of costs.
       out: a page to write, .html, on which a browser shows the schedules one above the other, each
         as `show` does.
     """
     counts = {"chunks": chunks, "slices": slices}
+    if offload is not None and not offload > 0:
+        refuse([Problem("offload", offload, "must be above 0")])
     refuse(below_one(counts, stages=stages, microbatches=microbatches))
     check_size(stages, microbatches * (slices or 1), chunks or 1)
     chosen = {
@@ -250,7 +257,7 @@ def compare(
         refuse([Problem("out", str(out), rule, (str(out.with_suffix(".html")),))])
     if devices.layer_model is not None:
         given = {"stage_costs": stage_costs, "layer_costs": layer_costs, "layers": layers}
-        refuse(_instead(**given, out=out))
+        refuse(_instead(**given, offload=offload, out=out))
         wanted = {name: chosen.get(name, {}) for name in names or SCHEDULES}
         shape = {"stages": stages, "microbatches": microbatches}
         _print_predictions(*of_schedules(wanted, devices, **shape))
@@ -287,7 +294,7 @@ def compare(
     if not compared:
         raise ValueError("\n".join(dict.fromkeys(reasons.values())))
     console = output_console()
-    _print_rows(console, compared)
+    _print_rows(console, compared, offload)
     say(console, _COMPARED)
     if out is not None:
         out.write_text(page(compared), encoding="utf-8")
@@ -331,15 +338,22 @@ def _instead(**given: object) -> list[Problem]:
     ]
 
 
-def _print_rows(console: Console, compared: Sequence[tuple[Timeline, Timeline]]) -> None:
+def _print_rows(
+    console: Console, compared: Sequence[tuple[Timeline, Timeline]], offload: float | None
+) -> None:
     sliced = any(free.schedule.num_slices > 1 for free, _ in compared)
-    columns = "schedule", "v", *(("k",) if sliced else ()), "peak", "free", "device", "makespan"
+    counted = ("k",) * sliced, ("peak", "kept")[: 2 if offload else 1]
+    columns = "schedule", "v", *itertools.chain(*counted), "free", "device", "makespan"
     rows = []
     for free, device in compared:
         peak = free.in_full_stages(max(free.peak_in_flight))
         cells = [free.schedule.name, str(free.schedule.num_chunks)]
         cells += [str(free.schedule.num_slices)] if sliced else []
-        cells += [f"{peak:g}", f"{free.bubble_ratio:.1%}"]
+        cells.append(f"{peak:g}")
+        if offload is not None:
+            kept = kept_on_devices(free.schedule, parts_of(offload, free.costs))
+            cells.append(f"{free.in_full_stages(max(kept)):g}")
+        cells.append(f"{free.bubble_ratio:.1%}")
         cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"]
         rows.append(cells)
     print_table(console, columns, rows)

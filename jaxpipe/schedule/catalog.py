@@ -45,7 +45,7 @@ MEASURES = ("costs", "layer_costs")
 """Options that describe the machine and the model, whatever the schedule."""
 PUBLISHED = "-published"
 """Suffix of the name under which a reordered schedule keeps its own order, whatever the costs."""
-OPTIONS = ("num_chunks", "group", "num_slices", "memory_limit", *MEASURES)
+OPTIONS = ("num_chunks", "group", "num_slices", "memory_limit", "offload", *MEASURES)
 """Options of schedules beyond stages and microbatches."""
 
 
@@ -236,6 +236,7 @@ def build(
     group: int | None = None,
     slices: int | None = None,
     memory_limit: float | None = None,
+    offload: float | None = None,
     costs: Costs | None = None,
     layer_costs: Sequence[Costs] | None = None,
     seconds: float | None = None,
@@ -254,6 +255,8 @@ def build(
       group: microbatches that stay together, at least 1.
       slices: k, the slices into which the sequences of a microbatch are cut, at least 1.
       memory_limit: peak in flight per stage, in microbatches of a full stage, above 0.
+      offload: time in which residuals move to the host, or back, as a share of their F, above 0;
+        the limit is then of what a device keeps (`auto`).
       costs: costs of one chunk, or, for `auto`, which chooses the number of chunks, of half a
         stage. A searched or reordered schedule is either the published order, which is for equal
         costs and free messages, or an order for these costs: the one that ends first on the device
@@ -289,7 +292,12 @@ def build(
     problems += below_one(counts)
     if memory_limit is not None and not memory_limit > 0:
         problems.append(Problem("memory_limit", memory_limit, "must be above 0"))
-    others = {"memory_limit": memory_limit, "costs": costs, "layer_costs": layer_costs}
+    others = {
+        "memory_limit": memory_limit,
+        "offload": offload,
+        "costs": costs,
+        "layer_costs": layer_costs,
+    }
     given = {name: value for name, value in (counts | others).items() if value is not None}
     if chosen is not None:
         problems += [formats.no_shape(name)] if None in (stages, microbatches) else []

@@ -20,7 +20,7 @@ import numpy as np
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule
 from jaxpipe.schedule.simulate import Costs
 
-_PARTS = 8, 4, 2, 1
+_PARTS = range(8, 0, -1)
 """Parts in which residuals may move, the slowest first, which leaves the bus the most time."""
 
 Pass: TypeAlias = tuple[int, int]
@@ -195,8 +195,13 @@ def parts_of(offload: float, costs: Sequence[Costs]) -> int:
     """In how many parts residuals must move, so that the layers beside them hide each.
 
     Args:
-      offload: time in which the residuals of an average chunk move to the host, or back.
+      offload: time in which residuals move to the host, or back, as a share of the F that keeps
+        them.
       costs: costs of every chunk.
+
+    Example:
+      >>> parts_of(0.8, [Costs(1, 1.2, 0.8)]), parts_of(1.2, [Costs(1, 1.2, 0.8)])
+      (1, 2)
     """
-    least = min(math.fsum(getattr(cost, kind) for cost in costs) / len(costs) for kind in "fb")
-    return max(1, math.ceil(offload / least))
+    f, b = (math.fsum(getattr(cost, kind) for cost in costs) for kind in "fb")
+    return max(1, math.ceil(offload * f / min(f, b)))

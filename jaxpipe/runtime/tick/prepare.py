@@ -124,7 +124,7 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
     setup, buffers = fixed.setup, dict[str, SharedBuffers | KnownSlots]()
     on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
     alike, parts = fixed.knows_chunks and len(fixed.layers.kinds) == 1, setup.table.residual_parts
-    known = _known(fixed) if alike and not on_host and not parts else ()
+    known = _known(fixed) if alike and setup.options.residuals == "device" else ()
     for name, values in _left_behind(fixed.layers, setup).items():
         if name in known:
             stacked = fixed.loops_in_chunk

@@ -28,6 +28,7 @@ from jaxpipe.schedule.generators.eager import in_time
 from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, zb_v
+from jaxpipe.schedule.offload import parts_of, within_limit
 from jaxpipe.schedule.pacing import of_ticks, soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
@@ -46,9 +47,9 @@ _SEARCHED_CHUNKS = 2
 _SECONDS = 2.0
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
-_PUBLISHED, _PACED, _REORDER, _REORDER_V = 14.0, 40.0, 250.0, 700.0
-"""Microseconds per action: to make and time a schedule, to pace it, to order it anew with
-`in_time`, and to order a V schedule or a wave anew."""
+_PUBLISHED, _PACED, _MOVED, _REORDER, _REORDER_V = 14.0, 40.0, 60.0, 250.0, 700.0
+"""Microseconds per action: to make and time a schedule, to pace it, to choose what waits on the
+host, to order it anew with `in_time`, and to order a V schedule or a wave anew."""
 _TRIALS = 40
 """Schedules that the search for a building block may time: about the price of a V schedule."""
 _ORDERING_SHARE = 0.5
@@ -71,6 +72,7 @@ def auto(
     costs: Costs = UNIT,
     layer_costs: Sequence[Costs] | None = None,
     memory_limit: float | None = None,
+    offload: float | None = None,
     seconds: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Schedule:
@@ -87,6 +89,10 @@ def auto(
       layer_costs: costs of every layer, instead of ``costs``, in model order; at least p. Then the
         number of chunks is chosen as well.
       memory_limit: peak in flight per stage, in microbatches of a full stage; None for p.
+      offload: time in which the residuals of a chunk move to the host, or back, as a share of its
+        F. The limit is then of what a device keeps while others wait on the host, as with
+        ``Pipeline(residuals=memory_limit)``; W of published schedules run as early as that asks,
+        and no orders are searched. None leaves all on the device.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
       seconds: about how long this takes, unless one schedule takes longer; 0 for the first that
         fits, None for 2.
@@ -104,7 +110,7 @@ def auto(
     """
     limit = num_stages if memory_limit is None else memory_limit
     layers = [costs] * (2 * num_stages) if layer_costs is None else layer_costs
-    models = _models(num_stages, num_microbatches, num_slices, layers, limit)
+    models = _models(num_stages, num_microbatches, num_slices, layers, limit, offload)
     search = find_soonest(models, progress, seconds)
     if search.makespan == math.inf:
         _refuse_limit(models, limit)
@@ -137,7 +143,7 @@ def find_soonest(
     there may be none."""
     search = Search(seconds, progress)
     published = _offer_named(search, models)
-    if models[0].num_slices == 1:
+    if models[0].num_slices == 1 and not models[0].parts:
         _offer_searched(search, models, published)
     return search
 
@@ -148,6 +154,7 @@ class PlacedModel(NamedTuple):
     Args:
       cap: the most chunks in flight on a stage.
       bound: time before which no schedule ends.
+      parts: parts in which residuals move to the host; 0 if none do.
     """
 
     placement: Placement
@@ -156,6 +163,7 @@ class PlacedModel(NamedTuple):
     cap: int
     bound: float
     num_slices: int = 1
+    parts: int = 0
 
     @property
     def num_actions(self) -> int:
@@ -218,8 +226,11 @@ class Search:
             if (schedule := next(rest, None)) is None:
                 break
             self.microseconds -= price * model.num_actions
-            if max(peak_in_flight(schedule)) <= model.cap:
-                timed.append((makespan(schedule, model.costs), len(timed), schedule))
+            fits: Schedule | None = schedule
+            if max(peak_in_flight(schedule)) > model.cap:
+                fits = self._moved(model, schedule)
+            if fits is not None:
+                timed.append((makespan(fits, model.costs), len(timed), fits))
         # No schedule ends sooner on devices than free-running, and that time is quick to compute.
         for least, _, schedule in sorted(timed):
             if least >= self.makespan or (self.microseconds <= 0 and self.makespan < math.inf):
@@ -230,6 +241,13 @@ class Search:
                 self.schedule, self.model, self.makespan = paced, model, end
         return [schedule for *_, schedule in timed]
 
+    def _moved(self, model: PlacedModel, schedule: Schedule) -> Schedule | None:
+        """A schedule that keeps too much, if it fits while some of that waits on the host."""
+        if not model.parts:
+            return None
+        self.microseconds -= _MOVED * model.num_actions
+        return within_limit(schedule, limit=model.cap, parts=model.parts)
+
 
 def _models(
     num_stages: int,
@@ -237,6 +255,7 @@ def _models(
     num_slices: int,
     layer_costs: Sequence[Costs],
     memory_limit: float,
+    offload: float | None = None,
 ) -> list[PlacedModel]:
     """Lists the model on every placement that it allows; refuses what cannot be searched for."""
     problems = []
@@ -247,7 +266,10 @@ def _models(
     if not memory_limit >= 1:
         rule = "a stage keeps all chunks of a microbatch at once"
         problems.append(Problem("memory_limit", memory_limit, rule, (1,), schedule="auto"))
+    if offload is not None and not offload > 0:
+        problems.append(Problem("offload", offload, "must be above 0", schedule="auto"))
     refuse(problems)
+    moved = 0 if offload is None else parts_of(offload, layer_costs)
     places = [linear(num_stages)]
     most = max(_FEW_CHUNKS, _MOST_VIRTUAL_STAGES // num_stages)
     for chunks in range(2, min(most, len(layer_costs) // num_stages) + 1):
@@ -258,8 +280,9 @@ def _models(
     for place in places:
         costs, parts = cut_layers(layer_costs, place)[1], place.num_chunks * k
         cap = max(parts, int(min(memory_limit, m) * parts))
-        bound = lower_bound(place, m, costs, cap=cap, num_slices=k)
-        models.append(PlacedModel(place, m, costs, cap, bound, k))
+        in_flight = math.inf if moved else cap
+        bound = lower_bound(place, m, costs, cap=in_flight, num_slices=k)
+        models.append(PlacedModel(place, m, costs, cap, bound, k, moved))
     return models
 
 
