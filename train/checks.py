@@ -473,7 +473,7 @@ def _ranges(config: Config) -> Iterator[Failure]:
         parts = value if isinstance(value, dict) else {None: value}
         for key, number in parts.items():
             range_ = ranges.get(path, _INTEGERS if type(number) is int else None)
-            if range_ is None or number is None:
+            if range_ is None or number is None or isinstance(number, str):
                 continue
             if rule := _broken(number, range_):
                 name = path if key is None else f"{path}.{shortened(key)}"

@@ -186,9 +186,11 @@ class PipelineConfig(Section):
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA flags for GPUs that the trainer sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. A flag that is already in XLA_FLAGS stays."""
-    residuals: Literal["device", "host"] = "device"
+    residuals: Literal["device", "host"] | Annotated[float, Range(0, above=True)] = "device"
     """Memory in which residuals wait for their backward: the device's or the host's. remat=none
-    moves most to the host, and remat=full least."""
+    moves most to the host, and remat=full least. Or a number: microbatches of a full stage whose
+    residuals a device keeps at once, as --offload of `jaxpipe show` counts them. Of the others,
+    those that wait longest move to the host and back while layers run. Layers must be alike."""
     pair_layers: bool | None = None
     """Whether forwards and backwards that the schedule overlaps, as dualpipe-v-published does, run
     layer by layer in one loop, in which matmuls of one hide communication of the other. null is

@@ -180,10 +180,11 @@ _NO_DEVICES = OnDevices()
 
 _COMPARED = (
     "All schedules run one model: chunks share the work of a stage. v: chunks per stage. peak: "
-    "activations in flight on the stage that keeps most, in microbatches of a full stage; kept, with "
-    "--offload: the fewest that a device must keep. free, device: the bubble on the free-running "
-    "clock of papers, and on the device clock, which is the program's. makespan: that of a step on "
-    "the device clock, in the unit of the costs of a stage; `show` takes costs of a chunk."
+    "activations in flight on the stage that keeps most, in microbatches of a full stage; kept, "
+    "with --offload: the fewest that a device must keep. free, device: the bubble on the "
+    "free-running clock of papers, and on the device clock, which is the program's. makespan: that "
+    "of a step on the device clock, in the unit of the costs of a stage; `show` takes costs of a "
+    "chunk."
 )
 
 
