@@ -92,7 +92,7 @@ def auto(
       offload: time in which the residuals of a chunk move to the host, or back, as a share of its
         F. The limit is then of what a device keeps while others wait on the host, as with
         ``Pipeline(residuals=memory_limit)``; W of published schedules run as early as that asks,
-        and no orders are searched. None leaves all on the device.
+        and orders are searched of which nothing moves. None leaves all on the device.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
       seconds: about how long this takes, unless one schedule takes longer; 0 for the first that
         fits, None for 2.
@@ -143,7 +143,7 @@ def find_soonest(
     there may be none."""
     search = Search(seconds, progress)
     published = _offer_named(search, models)
-    if models[0].num_slices == 1 and not models[0].parts:
+    if models[0].num_slices == 1:
         _offer_searched(search, models, published)
     return search
 
@@ -335,7 +335,11 @@ def _offer_searched(
         if not search.may_gain(model) or seconds < _LEAST_SECONDS:
             continue
         search.say("searching orders", model)
-        seeds = published.get(model) or search.offer(model, published_schedules(model))
+        found = published.get(model) or search.offer(model, published_schedules(model))
+        # The search moves nothing to the host.
+        seeds = [one for one in found if max(peak_in_flight(one)) <= model.cap]
+        if not seeds:
+            continue
         orders = search_orders(
             model.placement,
             model.num_microbatches,
