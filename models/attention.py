@@ -48,14 +48,14 @@ class Attention(nnx.Module):
     def __init__(self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing, rngs: nnx.Rngs):
         self.config, self.sharing = config, sharing
         self.is_local, self.is_rotated = kind.is_local, kind.is_rotated
-        heads_width = config.num_heads * config.head_width
-        qkv_width = heads_width + 2 * config.kv_heads * config.head_width
+        widths = config.qkv_widths
         self.qkv = Linear(
-            config.width, qkv_width, bias=config.has_bias("qkv"), stddev=INIT_STDDEV, rngs=rngs
-        )
-        self.out = Linear(
-            heads_width, config.width, bias=config.has_bias("out"), stddev=config.residual_stddev,
+            config.width, sum(widths.values()), bias=config.has_bias("qkv"), stddev=INIT_STDDEV,
             rngs=rngs,
+        )  # fmt: skip
+        self.out = Linear(
+            widths["query"], config.width, bias=config.has_bias("out"),
+            stddev=config.residual_stddev, rngs=rngs,
         )  # fmt: skip
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(config.num_heads))

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxpipe import Appended, Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
 from models import experts, gpt_split
-from models.adapters import attach, linear_maps
+from models.adapters import adapted_names, attach, linear_maps
 from models.attention import Attention, Cache, empty_cache
 from models.block_attention import document_starts
 from models.blocks import (
@@ -501,11 +501,12 @@ def next_logits(
 
 
 def linear_map_names(config: GPTConfig) -> list[str]:
-    """Lists the paths in a layer of all linear maps, such as "attention/qkv": see `Adapters`."""
+    """Lists the paths in a layer of all linear maps, such as "attention/out": see `Adapters`."""
     plain = dataclasses.replace(config, adapters=None)
     blocks = [nnx.eval_shape(lambda kind=kind: _block(plain, kind, rngs=nnx.Rngs(0)))
               for kind in dict.fromkeys(config.layer_kinds)]  # fmt: skip
-    return list(dict.fromkeys(path for block in blocks for path, *_ in linear_maps(block)))
+    paths = dict.fromkeys(path for block in blocks for path, *_ in linear_maps(block))
+    return [name for path in paths for name in adapted_names(config, path).values()]
 
 
 def with_adapters(config: GPTConfig, number: int, layer: PyTree, rng: jax.Array) -> PyTree:
@@ -522,16 +523,13 @@ def with_adapters(config: GPTConfig, number: int, layer: PyTree, rng: jax.Array)
 
 @functools.cache
 def _with_adapters(config: GPTConfig, kind: LayerKind) -> Callable[[PyTree, jax.Array], PyTree]:
-    assert config.adapters is not None
-    adapters = config.adapters
-
     def make(layer: PyTree, rng: jax.Array) -> PyTree:
         plain = dataclasses.replace(config, adapters=None)
         block = _block(plain, kind, rngs=nnx.Rngs(rng))
         state = nnx.state(block, nnx.Param)
         nnx.replace_by_pure_dict(state, layer)
         nnx.update(block, state)
-        attach(block, adapters, rngs=nnx.Rngs(rng))
+        attach(block, config, rngs=nnx.Rngs(rng))
         return stateful(block)[1]
 
     return jax.jit(make)
@@ -682,7 +680,7 @@ def _functions(
 def _block(config: GPTConfig, kind: LayerKind, *, rngs: nnx.Rngs, **options: Any) -> Block:
     block = (FurtherBlock if kind.is_further else Block)(config, kind, rngs=rngs, **options)
     if config.adapters is not None:
-        attach(block, config.adapters, rngs=rngs)
+        attach(block, config, rngs=rngs)
     return block
 
 

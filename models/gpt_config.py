@@ -498,6 +498,12 @@ class GPTConfig(validation.Validated):
             return self.mlp_width
         return math.ceil(self.width / 24) * 64 if self.activation in GATED else 4 * self.width
 
+    @property
+    def qkv_widths(self) -> dict[str, int]:
+        """Columns of queries, keys and values in the kernel that joins them."""
+        keys = self.kv_heads * self.head_width
+        return {"query": self.num_heads * self.head_width, "key": keys, "value": keys}
+
     def has_bias(self, part: str) -> bool:
         """Whether a part of a layer, one of `BIASES`, has biases."""
         if part == "qkv":

@@ -45,8 +45,7 @@ def of_parameters(
         raise ValueError(f"expert_axis={expert_axis!r}: there are no experts: num_experts=None.")
     if axis is None and expert_axis is None:
         return {"layers": None} if sharing.data_axes else None
-    counts = config.num_heads, config.kv_heads, config.kv_heads
-    widths = tuple(n * config.head_width for n in counts)
+    widths = tuple(config.qkv_widths.values())
 
     def of_layer(layer: PyTree) -> PyTree:
         split = jax.tree.map(lambda _: None, layer)

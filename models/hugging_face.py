@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpipe.errors import ArgumentError, refuse, shown
+from models.adapters import Adapters, columns
 from models.gpt_config import GPTConfig
 from models.hugging_face_families import FAMILIES, MULTIMODAL, Config
 from models.hugging_face_family import Family
@@ -38,11 +40,13 @@ from models.hugging_face_files import (
     replace_model,
     shortened_list,
     stored_name,
+    tensors_in,
     together,
 )
 from models.types import KeyPath, PyTree
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LORA = "base_model.model.{}.lora_{}.weight"
 
 LEAVES = {
     "kernel": "weight",
@@ -261,70 +265,43 @@ def save_adapters(folder: str | Path, config: GPTConfig, params: PyTree, *, base
       ValueError: a config that no family of the library has, a folder that holds a model, or
         adapters of MLPs beside experts, whose names ``peft`` takes for those of experts.
     """
-    adapters, config = config.adapters, dataclasses.replace(config, adapters=None)
+    adapters, folder = config.adapters, Path(folder)
     assert adapters is not None
-    family, folder = FAMILIES[_model_type(config)], Path(folder)
+    family = FAMILIES[_model_type(dataclasses.replace(config, adapters=None))]
     if (folder / CONFIG).exists():
         raise ValueError(f"{folder} holds a model's {CONFIG}. Remove it, or name another folder.")
-    names = _names(family, config)
-    leaves = {_path(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path({"params": params})}
-    adapted = [path.removesuffix("lora_b") for path in leaves if path.endswith("/lora_b")]
-    of_mlps = [path.strip("/") for path in adapted if "/mlp/" in path]
+    leaves = {
+        _path(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if path[-1].key in ("lora_a", "lora_b")
+    }
+    of_mlps = [path for path in leaves if path.endswith("/lora_b") and "/mlp/" in path]
     if config.num_experts is not None and of_mlps:
         raise ValueError(
             f"peft takes the modules of {shortened_list(of_mlps)} for experts. Write the merged "
             "model, or train adapters of attention alone."
         )
-
-    def modules(path: str, layer: int = 0) -> tuple[str, ...]:
-        stored = (stored_name(name, family.fused) for name in names[path + "kernel"].layers[layer])
-        return tuple(dict.fromkeys(name.removesuffix(".weight") for name in stored))
-
-    def ups(path: Any, kernel: jax.ShapeDtypeStruct) -> np.ndarray | None:
-        own = _path(path).removesuffix("kernel")
-        if own == _path(path) or own + "kernel" not in names or modules(own) not in groups:
-            return None
-        group = groups[modules(own)]
-        rows = [np.asarray(leaves[own + "lora_b"]) if path == own
-                else np.zeros((*kernel.shape[:-2], adapters.rank, kernel.shape[-1]), np.float32)
-                for path in group]  # fmt: skip
-        return np.concatenate(rows, axis=-2)
-
-    groups = {
-        modules(path): [p for p in adapted if modules(p) == modules(path)] for path in adapted
-    }
-    trees = jax.tree_util.tree_map_with_path(ups, _shapes(family, config))
-    tensors, wider = _tensors(family, config, trees), dict[str, int]()
-    written: dict[str, np.ndarray] = {}
-    for path in adapted:
-        group = groups[modules(path)]
-        downs = np.concatenate([np.asarray(leaves[p + "lora_a"]) for p in group], axis=-1)
-        for n in range(len(names[path + "kernel"].layers)):
-            down = downs[n] if names[path + "kernel"].stacked else downs
-            for name in modules(path, n):
-                module = family.prefix + name
-                up = tensors[f"{module}.weight"]
-                key = f"base_model.model.{module}.lora"
-                written[f"{key}_A.weight"] = np.ascontiguousarray(down.T)
-                written[f"{key}_B.weight"] = np.ascontiguousarray(
-                    up.T if family.kernels_as_ours else up
-                )
-                if len(group) > 1:
-                    wider[module] = len(group)
+    written, wider, rank = dict[str, np.ndarray](), dict[str, int](), adapters.rank
+    modules = _adapted_modules(family, config)
+    for module, (num_outputs, adapted) in modules.items():
+        up = np.zeros((num_outputs, rank * len(adapted)), np.float32)
+        for n, own in enumerate(adapted):
+            up[own.outputs, n * rank : (n + 1) * rank] = own.of(leaves, "lora_b").T[own.columns]
+        down = np.concatenate([own.of(leaves, "lora_a").T for own in adapted])
+        written[_LORA.format(module, "A")] = np.ascontiguousarray(down, np.float32)
+        written[_LORA.format(module, "B")] = up
+        if len(adapted) > 1:
+            wider[module] = len(adapted)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapters.rank,
+        "r": rank,
         "lora_alpha": adapters.alpha,
-        "rank_pattern": {module: count * adapters.rank for module, count in wider.items()},
+        "rank_pattern": {module: count * rank for module, count in wider.items()},
         "alpha_pattern": {module: count * adapters.alpha for module, count in wider.items()},
         "lora_dropout": adapters.dropout,
-        "target_modules": sorted(
-            name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            for name in written
-            if name.endswith(".lora_A.weight")
-        ),
+        "target_modules": sorted(modules),
         "fan_in_fan_out": family.kernels_as_ours,
         "bias": "none",
         "inference_mode": True,
@@ -332,6 +309,150 @@ def save_adapters(folder: str | Path, config: GPTConfig, params: PyTree, *, base
     folder.mkdir(parents=True, exist_ok=True)
     library().numpy.save_file(written, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     (folder / ADAPTER).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+class Adapted(NamedTuple):
+    """The shape of a model with adapters, and the parameters of these by their paths, float32."""
+
+    config: GPTConfig
+    leaves: dict[str, np.ndarray]
+
+
+def load_adapters(folder: str | Path, config: GPTConfig) -> Adapted:
+    """Reads adapters that the ``peft`` library has written for a model.
+
+    Where a module of the library holds several linear maps of ours, each gets an adapter with those
+    of the module's ranks that reach its outputs.
+
+    Args:
+      folder: as ``PeftModel.save_pretrained`` writes it.
+      config: the model's shape, without adapters.
+
+    Returns:
+      The shape with adapters, and their parameters, such as "layers/attention/qkv/query/lora_a".
+
+    Raises:
+      ValueError: a folder without the files, damaged ones, another method than LoRA, adapters of
+        experts or of other modules than the layers' linear maps, and of some layers alone.
+    """
+    file, weights = Path(folder) / ADAPTER, Path(folder) / ADAPTER_WEIGHTS
+    fields, family = Fields(file, read_json(file)), FAMILIES[_model_type(config)]
+    fields.require(peft_type=("LORA",))
+    rank, alpha = fields.size("r"), fields.number("lora_alpha")
+    root = math.sqrt if fields.flag("use_rslora") else float
+    stored = {tensor.name: tensor.read().astype(np.float32) for tensor in tensors_in(weights)}
+    modules = _adapted_modules(family, dataclasses.replace(config, adapters=Adapters(1, 1.0)))
+    pairs: dict[str, list[tuple[_Reached, np.ndarray, np.ndarray] | None]] = {}
+    for module, (num_outputs, reached) in modules.items():
+        down, up = (stored.pop(_LORA.format(module, which), None) for which in "AB")
+        for own in reached:
+            of_target = pairs.setdefault(own.target, [])
+            if down is None or up is None:
+                of_target.append(None)
+                continue
+            if up.shape != (num_outputs, len(down)):
+                raise ValueError(f"{weights}: lora_A and lora_B of {module} do not fit together.")
+            by = _alpha(fields, module, alpha) / root(len(down)) / (alpha / root(rank))
+            reaches = up[own.outputs].any(axis=0)
+            ranks = np.argsort(~reaches, kind="stable")[: max(rank, reaches.sum())]
+            of_target.append((own, down[ranks].T, by * up[own.outputs][:, ranks].T))
+    if stored:
+        raise ValueError(
+            f"{weights} holds {shortened_list(sorted(stored))}; only low-rank adapters of the "
+            "layers' linear maps can be read, without experts."
+        )
+    pairs = {target: found for target, found in pairs.items() if any(found)}
+    if partial := [target for target, found in pairs.items() if not all(found)]:
+        raise ValueError(f"{weights} adapts {', '.join(partial)} in some layers alone.")
+    both = [pair for found in pairs.values() for pair in found if pair]
+    most = max((len(up) for _, _, up in both), default=rank)
+    dropout = fields.number("lora_dropout", 0.0)
+    adapters = Adapters(most, alpha / root(rank) * most, tuple(pairs), dropout)
+    config = dataclasses.replace(config, adapters=adapters)
+    leaves = {
+        _path(path): np.zeros(leaf.shape, np.float32)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(family, config)["params"])
+        if path[-1].key in ("lora_a", "lora_b")
+    }
+    for own, down, up in both:
+        own.of(leaves, "lora_a")[:, : len(up)] = down
+        own.of(leaves, "lora_b")[: len(up), own.columns] = up
+    return Adapted(config, leaves)
+
+
+def _alpha(fields: Fields, module: str, alpha: float) -> float:
+    """Reads the alpha of a module, whose pattern ``peft`` compares with the end of its name."""
+    patterns = fields.part("alpha_pattern")
+    for pattern in fields.get("alpha_pattern", None) or ():
+        if not re.fullmatch(r"[\w.]+", pattern):
+            raise fields.wrong("alpha_pattern", pattern, "the names of modules, or their ends")
+        if f".{module}".endswith(f".{pattern}"):
+            return patterns.number(pattern)
+    return alpha
+
+
+class _Reached(NamedTuple):
+    """An adapter of ours that adds to a module of the library.
+
+    Args:
+      path: path of its parameters.
+      layer: number of the layer, if layers are stacked.
+      outputs: outputs of the module that it adds to, [n].
+      columns: columns of ``lora_b`` from which these are, [n].
+    """
+
+    path: str
+    layer: int | None
+    outputs: np.ndarray
+    columns: np.ndarray
+
+    @property
+    def target(self) -> str:
+        """Name of the map in a layer, as of `Adapters`."""
+        return "/".join(key for key in self.path.split("/")[1:] if not key.isdecimal())
+
+    def of(self, leaves: dict[str, np.ndarray], name: str) -> np.ndarray:
+        """Returns ``lora_a`` or ``lora_b`` of the layer, of leaves by their paths."""
+        leaf = leaves[f"{self.path}/{name}"]
+        return leaf if self.layer is None else leaf[self.layer]
+
+
+def _adapted_modules(family: Family, config: GPTConfig) -> dict[str, tuple[int, list[_Reached]]]:
+    """Finds the modules of the library that adapters reach: the number of outputs, and by which.
+
+    Numbers that are written as a model's kernels say which of our columns every output is.
+    """
+    plain = dataclasses.replace(config, adapters=None)
+    names, shapes = _names(family, plain), _shapes(family, config)["params"]
+    paths = (_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
+    adapted = [path.removesuffix("/lora_b") for path in paths if path.endswith("/lora_b")]
+
+    def numbered(path: KeyPath, kernel: jax.ShapeDtypeStruct) -> np.ndarray | None:
+        if path[-1].key != "kernel":
+            return None
+        numbers = np.full((*kernel.shape[:-2], 3, kernel.shape[-1]), -1, np.float32)
+        _, _, own = _path(path).removesuffix("/kernel").partition("/")
+        for part in ("", *config.qkv_widths):
+            if (name := f"{own}/{part}".removesuffix("/")) in adapted:
+                numbered = numbers[..., columns(config, part)]
+                numbered[..., 0, :] = adapted.index(name)
+                if names[_path(path)].stacked:
+                    numbered[..., 1, :] = np.arange(len(numbered))[:, None]
+                numbered[..., 2, :] = np.arange(numbered.shape[-1])
+        return numbers
+
+    trees = jax.tree_util.tree_map_with_path(numbered, {"params": _shapes(family, plain)["params"]})
+    found: dict[str, tuple[int, list[_Reached]]] = {}
+    for name, tensor in _tensors(family, plain, trees).items():
+        if tensor.ndim != 2:
+            continue
+        which, layers, places = (tensor if family.kernels_as_ours else tensor.T).astype(int)
+        for number in sorted({*which} - {-1}):
+            outputs = np.flatnonzero(which == number)
+            layer = None if layers[outputs[0]] < 0 else layers[outputs[0]]
+            own = _Reached(adapted[number], layer, outputs, places[outputs])
+            found.setdefault(name.removesuffix(".weight"), (len(which), []))[1].append(own)
+    return found
 
 
 def _model_type(config: Config) -> str:
@@ -479,8 +600,7 @@ def _split(
     if experts:
         arrays = list(array)
     elif count > 1:  # queries, keys and values
-        cuts = np.array([config.num_heads, config.num_heads + config.kv_heads]) * config.head_width
-        arrays = np.split(array, cuts, axis=-1)
+        arrays = np.split(array, np.cumsum([*config.qkv_widths.values()])[:-1], axis=-1)
     if path[-1].key == "kernel" and not family.kernels_as_ours:
         last = arrays[0].ndim - 1
         arrays = [np.transpose(part, (last, last - 1, *range(last - 1))) for part in arrays]

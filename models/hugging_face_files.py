@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -202,24 +202,29 @@ def find_tensors(folder: Path, *, unread: tuple[str, ...]) -> list[Tensor]:
     """
     # As in the library, one file comes before an index.
     sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
-    tensors = []
+    tensors: list[Tensor] = []
     for name in _listed(folder) if sharded else [WEIGHTS]:
         file = folder / name
         if not file.is_file():
             refuse([f"{folder} holds no {name}; it must hold {WEIGHTS} or {INDEX}."])
-        try:
-            opened = library().safe_open(file, framework="numpy")
-        except library().SafetensorError as error:
-            raise ArgumentError([f"{file} is damaged: {error}."]) from error
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
-        for tensor in opened.keys():  # noqa: SIM118, a handle is no mapping: it cannot be iterated
-            part = opened.get_slice(tensor)
-            dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
-            tensors.append(Tensor(file, tensor, tuple(part.get_shape()), dtype, opened))
+        tensors += tensors_in(file)
     if sharded:
         _check_listed(folder, tensors, unread)
     return tensors
+
+
+def tensors_in(file: Path) -> Iterator[Tensor]:
+    """Lists the tensors of a file; raises ValueError if it is damaged or not there."""
+    try:
+        opened = library().safe_open(file, framework="numpy")
+    except library().SafetensorError as error:
+        raise ArgumentError([f"{file} is damaged: {error}."]) from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
+    for name in opened.keys():  # noqa: SIM118, a handle is no mapping: it cannot be iterated
+        part = opened.get_slice(name)
+        dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
+        yield Tensor(file, name, tuple(part.get_shape()), dtype, opened)
 
 
 def _check_listed(folder: Path, tensors: list[Tensor], unread: tuple[str, ...]) -> None:

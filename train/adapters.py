@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from models import gpt
-from models.adapters import BLOCK, Adapters
+from models.adapters import BLOCK, THEIRS, Adapters
 from models.gpt_config import GPTConfig
 from models.types import PyTree
 from train import configured, tasks
@@ -53,33 +53,22 @@ def failures(config: Config) -> Iterator[Failure]:
 
 def _targets(config: Config) -> Iterator[Failure]:
     """Finds patterns of ``lora.targets`` that name no linear map."""
-    names = gpt.linear_map_names(tasks.make(config).shape)
+    shape = tasks.make(config).shape
+    names = gpt.linear_map_names(shape)
+    theirs = [name for own in names for name in THEIRS.get(own.rpartition("/")[2], ())]
     shown = ", ".join(names)
+    if shape.num_experts is not None:
+        shown += "; experts and routers have no adapters"
     if not config.lora.targets:
         yield Failure(f"lora.targets=[] adapts nothing. Nearest valid: {shown}.", ("lora.targets",))
     for target in config.lora.targets:
         if not any(Adapters(1, 1.0, (target,)).adapts(name) for name in names):
-            near = [name for name in names if target in _THEIRS.get(name, ())]
-            near = near or difflib.get_close_matches(target, names, n=2, cutoff=0.5)
+            near = difflib.get_close_matches(target, dict.fromkeys([*names, *theirs]), n=2)
             nearest = f" Nearest valid: {' or '.join(near)}." if near else ""
             yield Failure(
                 f"lora.targets={target!r} is no linear map of a layer.{nearest} There are {shown}.",
                 ("lora.targets",),
             )
-
-
-_THEIRS = {
-    "attention/qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"),
-    "attention/query": ("q_proj", "q_b_proj"),
-    "attention/query_down": ("q_a_proj",),
-    "attention/latent": ("kv_a_proj_with_mqa",),
-    "attention/key_value": ("kv_b_proj", "k_proj", "v_proj"),
-    "attention/out": ("o_proj", "out_proj", "dense"),
-    "mlp/gate": ("gate_proj", "gate_up_proj", "w1"),
-    "mlp/up": ("up_proj", "gate_up_proj", "fc1", "c_fc", "w3"),
-    "mlp/down": ("down_proj", "fc2", "w2"),
-}
-"""Names in other libraries of what is nearest here."""
 
 
 def _base(config: Config) -> Iterator[Failure]:

@@ -336,8 +336,8 @@ class LoraConfig(Section):
     alpha: Positive = 16.0
     """An adapter's output is multiplied by alpha / rank."""
     targets: list[str] = ["*"]
-    """Linear maps with adapters: patterns of their paths in a layer, or of the ends of these paths,
-    such as "qkv", "attention/*" or "mlp/up". By default all, except experts and routers."""
+    """Linear maps with adapters: names of the transformers library, such as "q_proj", or patterns
+    of paths in a layer, such as "attention/*". By default all, except experts and routers."""
     dropout: Beta = 0.0
     """Probability with which an element of an adapter's input is dropped."""
     base: Literal["float32", "int8", "nf4"] = "float32"

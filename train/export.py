@@ -94,7 +94,7 @@ def export(options: Options) -> str:
     else:
         shape = task.shape
         if config.lora.rank:
-            params = params | {"layers": merged(params["layers"], shape.adapters)}
+            params = params | {"layers": merged(shape, params["layers"])}
             shape = dataclasses.replace(shape, adapters=None)
         hugging_face.save(options.out, shape, params, layers, token_ids=ids)
     if tokenizer is not None:

@@ -68,8 +68,7 @@ class Publisher:
             return
         try:
             shape = setup.task.shape
-            self._shape = dataclasses.replace(shape, adapters=None)
-            self._adapters = shape.adapters
+            self._adapted, self._shape = shape, dataclasses.replace(shape, adapters=None)
             self._tokenizer = setup.task.exported_tokenizer(Path(setup.config.data.path))
             ids = TokenIds(**self._tokenizer.token_ids) if self._tokenizer else None
             self._fields = hugging_face.config_fields(self._shape, ids)
@@ -168,18 +167,15 @@ class Publisher:
         if not self._stacked:
             first, end = (n * len(layers) // count for n in (number, number + 1))
             own = [None] * len(layers)
-            own[first:end] = map(self._merged, map(_whole, layers[first:end]))
+            own[first:end] = merged(self._adapted, tuple(map(_whole, layers[first:end])))
             yield self._named({"params": {"layers": tuple(own)}}, first)
             return
         leaves, tree = jax.tree.flatten(layers)
         for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
             if shards[0].replica_id == 0:
                 arrays = [np.asarray(shard.data) for shard in shards]
-                own = self._merged(jax.tree.unflatten(tree, arrays))
+                own = merged(self._adapted, jax.tree.unflatten(tree, arrays))
                 yield self._named({"params": {"layers": own}}, shards[0].index[0].start or 0)
-
-    def _merged(self, layers: PyTree) -> PyTree:
-        return layers if self._adapters is None else merged(layers, self._adapters)
 
     def _named(self, trees: PyTree, first: int) -> dict[str, np.ndarray]:
         return hugging_face.tensors_of(self._shape, trees, first_layer=first)

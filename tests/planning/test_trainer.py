@@ -198,7 +198,7 @@ def test_a_plan_knows_what_is_frozen_and_in_how_many_bits():
     model = Planned(config, "adapted").counted([case], lambda share: None)
     (layer,), counted = model.variants[case].layers, model.variants[case]
     assert model.moments == 2
-    assert layer.parameters - layer.frozen == 2 * (8 + 24)
+    assert layer.parameters - layer.frozen == 3 * 2 * (8 + 8)  # of queries, keys and values
     assert layer.rounded == 8 * (3 * 8 + 8 + 3 * 64)  # the MLP has 64 hidden values
     assert counted.outer_frozen == counted.outer_parameters == 64 * 8 + 8
     mesh = {"stage": 2, "data": 2}

@@ -44,9 +44,11 @@ NEAREST = {
     ),
     "pipeline.pair_layers: true": "null, or pipeline.schedule=dualpipe-v-published",
     # Adapters and frozen parameters.
-    "lora.rank: 4, lora.targets: [v_proj]": "attention/qkv. There are attention/out",
+    "lora.rank: 4, lora.targets: [v_porj]": "v_proj or ",
     "lora.rank: 4, lora.targets: [mlp/uo]": "mlp/up or mlp/down. There are",
-    "lora.rank: 4, lora.targets: []": "attention/out, attention/qkv, mlp/down, mlp/gate, mlp/up",
+    "lora.rank: 4, lora.targets: []": (
+        "attention/out, attention/qkv/query, attention/qkv/key, attention/qkv/value, mlp/down,"
+    ),
     "lora.targets: [qkv]": "lora.rank=8.",
     "lora.rank: 4, pipeline.schedule: 2bw": "pipeline.schedule=1f1b.",
     "lora.rank: 4, lora.dropout: 0.1, mesh.tensor: 2": "lora.dropout=0, or mesh.tensor=1.",

@@ -1,5 +1,6 @@
 """Preferences: pairs of answers as they are prepared, and DPO's loss against its definition."""
 
+import dataclasses
 import json
 
 import jax
@@ -83,7 +84,7 @@ def test_the_loss_compares_with_the_model_without_adapters(pairs):
     evaluated = setup.evaluate(state, batch)
     _, values = setup.train_step(state, batch, None)
     shape, plain = setup.task.shape, gpt.GPTConfig(**MODEL)
-    off = merged(params["layers"], Adapters(2, 0.0))
+    off = merged(dataclasses.replace(shape, adapters=Adapters(2, 0.0)), params["layers"])
 
     def margins(config, params):
         tokens, targets = (batch[name].reshape(16, -1) for name in ("tokens", "targets"))

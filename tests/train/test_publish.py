@@ -45,7 +45,7 @@ def test_published_weights_are_those_of_their_step(kind, lora, tmp_path, monkeyp
     read = hugging_face.load(tmp_path / "served" / "latest")
     shape = setup.task.shape
     if shape.adapters is not None:
-        expected = expected | {"layers": merged(expected["layers"], shape.adapters)}
+        expected = expected | {"layers": merged(shape, expected["layers"])}
     jax.tree.map(np.testing.assert_array_equal, read.params, expected)
     (tmp_path / "file").write_text("")
     wrong = setup.config.publish.model_copy(update={"path": str(tmp_path / "file" / "served")})
