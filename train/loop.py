@@ -468,7 +468,7 @@ class Trainer:
                 self.step += 1
                 clock.steps += 1
                 profile.after(self.step, self.carried)
-                self._publish()
+                self._publish(values)
                 if unread is not None:
                     # Values are read a step late, so that the devices always have work.
                     self._record(*unread)
@@ -519,11 +519,13 @@ class Trainer:
                     return False
         return True
 
-    def _publish(self) -> None:
+    def _publish(self, values: Any) -> None:
         """Begins to publish the weights, if they are due."""
         every = self.config.publish.every
         if self.config.publish.path is not None and self.step % every == 0:
-            self.publisher.begin(self.step, self.mode.settle(self.carried)[0])
+            is_known = self.mode.loss_step(self.step) is not None
+            seen = [values.get(name) for name in ("loss", "grad_norm")] if is_known else None
+            self.publisher.begin(self.step, self.mode.settle(self.carried)[0], seen)
 
     def _stages(self, batch: Any, rng: jax.Array | None) -> dict[str, Any]:
         """Measures the time of each stage before the step that the configuration names."""

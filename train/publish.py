@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -89,17 +90,30 @@ class Publisher:
             for part, tree in shapes.params.items()
         }  # fmt: skip
         of_states = jax.tree.map(lambda w: place(w, stacked=False), shapes.layers)
-        self._copy = jax.jit(setup.to_canonical_weights, out_shardings=(of_params, of_states))
 
-    def begin(self, step: int, state: TrainState) -> None:
+        def copied(state: TrainState, values: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+            params, states = setup.to_canonical_weights(state)
+            return params, states, _are_finite((params, states, values))
+
+        whole = NamedSharding(setup.mesh, P())
+        self._copy = jax.jit(copied, out_shardings=(of_params, of_states, whole))
+
+    def begin(self, step: int, state: TrainState, values: PyTree = None) -> None:
         """Begins to publish the weights after a step; returns when the state may be donated.
+
+        Nothing is published if a weight or one of the values is not finite.
+
+        Args:
+          step: number of the step.
+          state: the state after it.
+          values: its loss and the norm of its gradient, on the devices.
 
         Raises:
           ConfigError: the last ones could not be written.
         """
         self.wait()
-        params, states = self._copy(state)
-        self._pending = self._thread.submit(self._write, step, params, states)
+        params, states, is_finite = self._copy(state, values)
+        self._pending = self._thread.submit(self._write, step, params, states, is_finite)
 
     def wait(self) -> None:
         """Waits for the thread, and raises ConfigError with what it failed of."""
@@ -111,8 +125,10 @@ class Publisher:
         except OSError as error:
             raise refused(f"publish.path={self._folder}: {error}", "publish.path") from error
 
-    def _write(self, step: int, params: PyTree, states: PyTree) -> None:
+    def _write(self, step: int, params: PyTree, states: PyTree, is_finite: jax.Array) -> None:
         assert self._folder is not None
+        if not is_finite:
+            return
         folder = self._folder / f"step_{step}"
         partial = self._folder / f"partial_{step}"
         partial.mkdir(exist_ok=True)
@@ -184,3 +200,9 @@ class Publisher:
 def _whole(tree: PyTree) -> PyTree:
     """Brings replicated arrays to the host."""
     return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), tree)
+
+
+def _are_finite(tree: PyTree) -> jax.Array:
+    """Whether all floating-point numbers of a tree are finite."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]))

@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 
+import jax
 import numpy as np
 import pytest
+import yaml
 from command import (
     CHECKPOINT_EVERY,
     NUM_STEPS,
+    TOP,
     Finished,
     back_to,
     finish,
@@ -21,6 +26,8 @@ from command import (
 )
 from jax.tree import leaves_with_path
 
+from models import hugging_face
+from train import export
 from train.errors import Failure
 from train.runs.run_lock import RunLock
 
@@ -119,6 +126,48 @@ def test_processes_that_cannot_start_do_not_wait(toy_trainer, tmp_path):
     finally:
         lock.release()
     assert not run.exists()
+
+
+@pytest.mark.slow
+def test_pods_of_the_jobset_train_and_publish(trainer, tmp_path):
+    """With the variables that the manifest sets and no others; each writes its stages' layers."""
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    manifest = yaml.safe_load((TOP / "configs" / "kubernetes" / "jobset.yaml").read_text())
+    (job,) = manifest["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    names = [variable["name"] for variable in container["env"]]
+    assert names == ["JOB_COMPLETION_INDEX"]
+    run, served, address = tmp_path / "run", tmp_path / "served", free_address()
+    here = {
+        ".venv/bin/python": sys.executable,
+        "train/train.py": TOP / "train" / "train.py",
+        "--config": f"--config={trainer.config}",
+        "--run-dir": f"--run-dir={run}",
+        "--data.path": f"--data.path={trainer.folder / 'data'}",
+        "--distributed.coordinator": f"--distributed.coordinator={address}",
+    }
+    own = [here.get(word.partition("=")[0], word) for word in container["command"]]
+    processes = []
+    try:
+        for number in map(str, range(2)):
+            words = [str(word).replace("$(JOB_COMPLETION_INDEX)", number) for word in own]
+            command = [*words, f"--publish.path={served}", "--publish.every=5"]
+            variables = f"JOB_COMPLETION_INDEX={number}"
+            processes.append(start("env", "-i", variables, *command))
+        for process in processes:
+            finish(process)
+    finally:
+        for process in processes:
+            process.kill()
+    assert len(steps(run)) == NUM_STEPS
+    assert sorted(path.name for path in served.iterdir()) == ["latest", "step_10", "step_5"]
+    index = json.loads((served / "latest" / "model.safetensors.index.json").read_text())
+    files = {re.sub(r".*layers\.(\d).*", r"\1", n): f for n, f in index["weight_map"].items()}
+    of_stages = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert [files[layer] for layer in "0123"] == [name for name in of_stages for _ in range(2)]
+    export.export(export.Options(run=str(run), out=tmp_path / "exported"))
+    expected, read = (hugging_face.load(f) for f in (tmp_path / "exported", served / "latest"))
+    jax.tree.map(np.testing.assert_array_equal, read.params, expected.params)
 
 
 _DIFFER = """

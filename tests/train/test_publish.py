@@ -1,5 +1,7 @@
 """Weights that a run hands to a server while it goes on."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -38,6 +40,11 @@ def test_published_weights_are_those_of_their_step(kind, lora, tmp_path, monkeyp
         expected = jax.device_get(setup.pipe.unplace(state.params))
         publisher.begin(step, state)
         state, _ = setup.train_step(state, batch, None)
+    for number, loss in ((7, np.inf), (8, 1.0)):  # neither of these is published
+        params = jax.tree.map(lambda w, loss=loss: w * (np.nan if loss == 1 else 1), state.params)
+        publisher.begin(
+            number, dataclasses.replace(state, params=params), [jax.numpy.float32(loss)]
+        )
     publisher.wait()
     assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
         "latest", "step_4", "step_6",
