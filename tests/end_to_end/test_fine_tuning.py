@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
-from command import blocks, shell, steps, weights
+from command import TOP, blocks, shell, steps, weights
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]  # `make test-parity` runs it
 
@@ -72,7 +72,8 @@ def followed(request, tmp_path_factory):
     for number in range(600):
         (folder / "text" / f"{number}.txt").write_text(DOCUMENT)
     (_save_theirs if HAS_TORCH else _save_ours)(folder / "model", request.param)
-    (configuration,) = blocks(PAGE, "yaml")
+    configuration, task = blocks(PAGE, "yaml")
+    (folder / "mine.yaml").write_text(task)
     (folder / "fine-tune.yaml").write_text(configuration)
     shell(folder, "".join(blocks(PAGE, "sh")))
     return folder, request.param
@@ -116,6 +117,40 @@ def test_a_run_begins_with_the_weights_of_another(followed):
     done = shell(folder, third, status=2)
     assert "error: init_from=runs/mine@7: step=7 has no checkpoint in folder=" in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="lm-eval is not installed")
+@pytest.mark.parametrize("followed", ["llama"], indirect=True)
+def test_the_harness_scores_the_export_as_our_model_does(followed):
+    """By the page's command and its task, without any download."""
+    from models import gpt, hugging_face
+
+    folder, _ = followed
+    choices = ["waits", "sends", "is"]
+    questions = [{"text": text, "choices": choices, "answer": 0} for text in ("the pipeline", "a")]
+    lines = "".join(f"{json.dumps(question)}\n" for question in questions)
+    (folder / "questions.jsonl").write_text(lines)
+    (command,) = re.findall(r"lm_eval .* mine\.yaml", (TOP / PAGE).read_text())
+    options = "--device cpu --output_path scores --log_samples"
+    shell(folder, f"PYTHONWARNINGS= HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 {command} {options}")
+    (results,), (samples,) = (
+        [*folder.glob(f"scores/**/{name}*")] for name in ("results", "samples")
+    )
+    config, params, *_ = hugging_face.load(folder / "exported")
+    tokenizer = byte_tokenizer(begins=True)
+
+    def log_probability(text, choice):
+        tokens = np.array([tokenizer.encode(f"{text} {choice}").ids])
+        logs = jax.nn.log_softmax(gpt.logits(config, params, tokens[:, :-1]))
+        own = np.take_along_axis(np.asarray(logs), tokens[:, 1:, None], axis=-1)[0, :, 0]
+        return own[len(tokenizer.encode(text).ids) - 1 :].sum()
+
+    expected = [[log_probability(q["text"], choice) for choice in choices] for q in questions]
+    rows = map(json.loads, samples.read_text().splitlines())
+    found = [[float(value) for value, _ in row["filtered_resps"]] for row in rows]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    accuracy = np.mean([np.argmax(row) == 0 for row in expected])
+    assert json.loads(results.read_text())["results"]["mine"]["acc,none"] == accuracy
 
 
 def test_transformers_loads_it_and_stops_at_the_end_of_a_text(followed, monkeypatch, capsys):
