@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from models import gpt
-from models.adapters import BLOCK, THEIRS, Adapters
+from models import gpt, hugging_face
+from models.adapters import BLOCK, THEIRS, Adapters, beside
 from models.gpt_config import GPTConfig
 from models.types import PyTree
 from train import configured, tasks
@@ -28,7 +29,7 @@ def failures(config: Config) -> Iterator[Failure]:
     """Says which parameters cannot be trained alone, and what does not go with frozen ones."""
     lora, own = config.lora, LoraConfig()
     if not lora.rank:
-        for name in ("alpha", "targets", "dropout", "base"):
+        for name in ("alpha", "targets", "dropout", "init_from", "base"):
             if (value := getattr(lora, name)) != getattr(own, name):
                 yield Failure(
                     f"lora.{name}={value} has no effect with lora.rank=0. Nearest valid: "
@@ -205,23 +206,59 @@ def others(before: Config, config: Config, of: str) -> Iterator[Failure]:
             )
 
 
-def reader(shape: Any, read: Callable[..., PyTree], seed: int) -> Callable[..., PyTree]:
+def other_targets(config: Config, shape: GPTConfig) -> Iterator[Failure]:
+    """Says how the adapters of ``lora.init_from`` differ from those of the run's shape."""
+    folder, own = config.lora.init_from, shape.adapters
+    assert folder is not None
+    assert own is not None
+    plain = dataclasses.replace(shape, adapters=None)
+    try:
+        found = hugging_face.load_adapters(folder, plain).config.adapters
+    except ValueError as error:
+        yield Failure(f"lora.init_from={folder}: {error}", ("lora.init_from",))
+        return
+    assert found is not None
+    names = gpt.linear_map_names(shape)
+    theirs, ours = ([name for name in names if of.adapts(name)] for of in (found, own))
+    for name, then, now, differs in (
+        ("rank", found.rank, own.rank, found.rank != own.rank),
+        ("alpha", found.alpha, own.alpha, not math.isclose(found.alpha, own.alpha)),
+        ("targets", theirs, ours, theirs != ours),
+    ):
+        if differs:
+            yield Failure(
+                f"lora.{name}={now} is not that of the adapters of lora.init_from={folder}. "
+                f"Nearest valid: {then}.",
+                (f"lora.{name}", "lora.init_from"),
+            )
+
+
+def reader(config: Config, shape: Any, read: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Lets ``read``, as `jaxpipe.load_params` takes it, also return adapters of a GPT's layers.
 
     Args:
+      config: the run; its seed draws adapters that no folder has. Those of a layer do not depend
+        on who reads it.
       shape: shape of the model.
       read: reads the parameters without adapters.
-      seed: draws the adapters; those of a layer do not depend on who reads it.
     """
     if not isinstance(shape, GPTConfig) or shape.adapters is None:
         return read
+    given: dict[str, np.ndarray] = {}
+    if (folder := config.lora.init_from) is not None:
+        plain = dataclasses.replace(shape, adapters=None)
+        given = hugging_face.load_adapters(folder, plain).leaves
+    alike, key = shape.layers_are_alike, jax.random.key(config.train.seed)
 
     def with_adapters(part: str, *number: int) -> PyTree:
         found = read(part, *number)
         if part != "layers":
             return found
-        return gpt.with_adapters(
-            shape, number[0], found, jax.random.fold_in(jax.random.key(seed), number[0])
-        )
+        (n,) = number
+        layer = gpt.with_adapters(shape, n, found, jax.random.fold_in(key, n))
+        start = "layers/" if alike else f"layers/{n}/"
+        own = {path.removeprefix(start): leaf[n] if alike else leaf
+               for path, leaf in given.items() if path.startswith(start)}  # fmt: skip
+        return beside(layer, own)
 
     return with_adapters

@@ -158,7 +158,17 @@ def completed(raw: dict[str, Any], init_from: str, *, task: str | None) -> dict[
 
 def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     """Says why a run cannot begin with these weights; nothing if it has already begun."""
-    if config.init_from is None or (resume and run_folder.has_begun(config)):
+    if resume and run_folder.has_begun(config):
+        return
+    if config.lora.init_from is not None and (
+        config.init_from is None or parse(config.init_from).is_run
+    ):
+        yield Failure(
+            f"lora.init_from={config.lora.init_from} adapts a Hugging Face model, and init_from="
+            f"{config.init_from} is none. Nearest valid: init_from=FOLDER, with that model.",
+            ("lora.init_from", "init_from"),
+        )
+    if config.init_from is None:
         return
     what = _weights_of(config)
     try:
@@ -167,7 +177,10 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     except ValueError as error:
         yield from (Failure(f"{what}: {line}", ("init_from",)) for line in str(error).split("\n"))
         return
-    yield from _other_model(config, task, model)
+    other = [*_other_model(config, task, model)]
+    yield from other
+    if config.lora.rank and config.lora.init_from and not (other or source.is_run):
+        yield from adapters.other_targets(config, tasks.make(config).shape)
     if source.is_run:
         then = Config.model_validate(upgraded(load_yaml(source.folder / run_folder.CONFIG_FILE)))
         yield from adapters.others(then, config, source.name)
@@ -253,7 +266,7 @@ def _from_hugging_face(setup: Setup, path: Path, console: Console) -> tuple[PyTr
     """Reads placed parameters, layer by layer, and canonical states."""
     folder = hugging_face.Folder(path)
     say(console, f"weights of {path}")
-    read = adapters.reader(setup.task.shape, folder.read, setup.config.train.seed)
+    read = adapters.reader(setup.config, setup.task.shape, folder.read)
     return load_params(setup.pipe, read), folder.read_state()
 
 

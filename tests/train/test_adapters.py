@@ -1,5 +1,8 @@
 """Adapters in the trainer: begun with a folder, trained alone, exported; frozen parts without."""
 
+import dataclasses
+import re
+
 import jax
 import numpy as np
 import optax
@@ -9,7 +12,7 @@ from tiny_tasks import TINY, config, rows
 
 from jaxpipe import unpipelined
 from models import gpt, hugging_face
-from train import initial
+from train import initial, tasks
 from train.prepare import __main__ as prepare
 from train.runs import checkpoint
 from train.step import Setup
@@ -71,6 +74,48 @@ def test_a_step_trains_adapters_and_what_is_named(tmp_path):
         f"lora.rank=4 is not that of the checkpoint in run_dir={given.run_dir}. Nearest valid: 2; "
         "or write its model with python -m train.export, and begin with that folder."
     ]
+
+
+def test_a_run_begins_with_adapters_of_a_folder(tmp_path):
+    model, own = tmp_path / "model", tmp_path / "own"
+    shape = gpt.GPTConfig(**TINY["gpt"] | {"num_layers": 4, "tied": False})
+    hugging_face.save(model, shape, gpt.init(shape, jax.random.key(5)))
+    _, fields = initial.described(initial.parse(str(model)))
+    given = config(
+        "gpt", model=fields, lora={"rank": 2, "alpha": 6.0, "targets": ["v_proj", "up_proj"],
+                                   "base": "int8"},
+    )  # fmt: skip
+    whole = tasks.make(given).shape
+
+    def drawn(path, w):
+        return np.float32(np.random.default_rng(len(str(path))).normal(size=w.shape))
+
+    unrounded = dataclasses.replace(whole.adapters, base="float32")
+    params = gpt.init(dataclasses.replace(whole, adapters=unrounded), jax.random.key(6))
+    params = jax.tree.map_with_path(drawn, params)
+    hugging_face.save_adapters(own, dataclasses.replace(whole, adapters=unrounded), params,
+                               base=str(model))  # fmt: skip
+
+    def began(**lora):
+        of_lora = given.lora.model_copy(update={"init_from": str(own)} | lora)
+        return given.model_copy(update={"init_from": str(model), "lora": of_lora})
+
+    setup = Setup(began())
+    assert not [*initial.failures(setup.config, resume=False)]
+    found = jax.device_get(setup.pipe.unplace(initial.state(setup, Console(quiet=True)).params))
+    expected = dict(jax.tree.leaves_with_path(params))
+    read = {path: w for path, w in jax.tree.leaves_with_path(found) if "lora" in path[-1].key}
+    assert len(read) == 4
+    for path, leaf in read.items():
+        np.testing.assert_array_equal(leaf, expected[path])
+    for wrong, nearest in (
+        (began(rank=3), "valid: 2"), (began(alpha=2.0), "valid: 6.0"),
+        (began(targets=["v_proj"]), "'attention/qkv/value'.*, 'mlp/up'"),
+        (began(init_from=str(model)), "adapter_config.json"),
+        (began().model_copy(update={"init_from": None}), "init_from=FOLDER"),
+    ):  # fmt: skip
+        (failure,) = initial.failures(wrong, resume=False)
+        assert re.search(nearest, failure.message)
 
 
 def test_data_is_prepared_with_the_tokenizer_of_the_weights(tmp_path, monkeypatch):
