@@ -114,19 +114,18 @@ tpu-compile: tpu-environment  # programs compiled for TPUs, without one
 	$(VENV)-tpu/bin/python benchmarks/tpu_compile.py $(ARGS)
 
 # On a machine with a GPU, in 12 minutes with installation. Without one, in small:
-# make gpu-check EXTRAS=train ARGS=--small \
-#     TRAINED='configs/gpt-tiny.yaml $(ALONE) --train.steps 2 --optimizer.warmup-steps 1'
+# make gpu-check EXTRAS=train ARGS='--small --minutes 1' TRAINED='--model.width 128 --model.num-layers 2 \
+#     --model.sequence-length 128 --train.steps 2 --optimizer.warmup-steps 1'
 EXTRAS := train,gpu
-ALONE := --mesh.stage 1 --mesh.data 1 --pipeline.schedule 1f1b-fused --run-dir runs/gpu-check
-TRAINED := configs/gpt2-124m.yaml $(ALONE) --data.path data/stdlib \
-	--model.vocab-size 2048 --train.batch-size 64 --train.steps 20 --optimizer.warmup-steps 5
+TRAINED := --train.steps 20 --optimizer.warmup-steps 5
 gpu-check:  # what a GPU measures, in 12 minutes
 	test -x $(VENV)-check/bin/python || $(PYTHON) -m venv $(VENV)-check
 	$(VENV)-check/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[$(EXTRAS)]' matplotlib
-	$(VENV)-check/bin/python benchmarks/gpu_check.py --minutes 8 $(ARGS)
-	$(VENV)-check/bin/python -m train.prepare --config configs/gpt-tiny.yaml
-	$(VENV)-check/bin/python train/train.py --config $(TRAINED)
+	$(VENV)-check/bin/python benchmarks/gpu_check.py --minutes 7 $(ARGS)
+	$(VENV)-check/bin/python -m train.prepare --config configs/gpt-1b.yaml
+	$(VENV)-check/bin/python train/train.py --config configs/gpt-1b.yaml --run-dir runs/gpu-check \
+		--train.eval-every 0 --sample.num-tokens 0 $(TRAINED)
 
 # cuDNN alone, 0.6 GB, for its attention; what it depends on is not needed to compile.
 gpu-roofline: gpu-environment  # modelled times of layers and steps on H100s

@@ -28,7 +28,7 @@ from train.watch import noise, profile
 
 Rule = Callable[[Config], Iterator[Failure]]
 
-_FOLDERS = ("run_dir", "data.path", "data.rows", "init_from")
+_FOLDERS = ("run_dir", "data.path", "data.rows", "init_from", "lora.init_from")
 _PATHS, _LONGEST = (*_FOLDERS, "pipeline.schedule"), 255
 """Fields that name files, and the longest name of one."""
 

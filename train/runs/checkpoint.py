@@ -282,7 +282,8 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
       config: configuration of the run that continues it.
     """
     free = (
-        *("run_dir", "init_from", "data.prepare", "sample", "distributed", "wandb"),
+        *("run_dir", "init_from", "lora.init_from", "data.prepare"),
+        *("sample", "publish", "distributed", "wandb"),
         *("pipeline.weights", "pipeline.weight_slots", "pipeline.residuals", "pipeline.gpu_flags"),
         *("pipeline.pair_layers", "optimizer.offload"),
     )
