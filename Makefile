@@ -113,11 +113,10 @@ tpu-environment: setup
 tpu-compile: tpu-environment  # programs compiled for TPUs, without one
 	$(VENV)-tpu/bin/python benchmarks/tpu_compile.py $(ARGS)
 
-# On a machine with a GPU, in 12 minutes with installation. Without one, in small:
-# make gpu-check EXTRAS=train ARGS='--small --minutes 1' TRAINED='--model.width 128 --model.num-layers 2 \
-#     --model.sequence-length 128 --train.steps 2 --optimizer.warmup-steps 1'
-EXTRAS := train,gpu
-TRAINED := --train.steps 20 --optimizer.warmup-steps 5
+# On a machine with a GPU, in 12 minutes with installation; without one, in small.
+EXTRAS := train$(OF_GPUS)
+TRAINED := $(if $(OF_GPUS),--train.steps 20 --optimizer.warmup-steps 5,--train.steps 2 --train.batch-size 8 \
+	--optimizer.warmup-steps 1 --model.width 128 --model.num-layers 2 --model.sequence-length 128)
 gpu-check:  # what a GPU measures, in 12 minutes
 	test -x $(VENV)-check/bin/python || $(PYTHON) -m venv $(VENV)-check
 	$(VENV)-check/bin/python -m pip install --quiet --disable-pip-version-check \
