@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: help setup train test test-fast test-all test-faults test-parity test-browser test-newest lint types bench study-pipemare gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices tpu-environment tpu-compile plan-memory published figures docs lock
+.PHONY: help setup train test test-fast test-all test-faults test-parity test-easydel test-browser test-newest lint types bench study-pipemare gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices tpu-environment tpu-compile plan-memory published figures docs lock
 
 help:  # this list
 	@grep -hoE '^[a-z%-]+:.*  # .*' $(MAKEFILE_LIST) | awk -F':.*  # ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -43,6 +43,15 @@ test-parity:  # models against PyTorch
 	$(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
 	$(VENV)-parity/bin/python -m pytest -n 2 tests/models/test_hugging_face.py \
 		tests/models/test_adapters.py tests/end_to_end/test_fine_tuning.py
+
+# EasyDeL asks for older versions of jax and flax, and runs with these.
+test-easydel:  # EasyDeL's trainer with schedules
+	test -x $(VENV)-easydel/bin/python || $(PYTHON) -m venv $(VENV)-easydel
+	$(VENV)-easydel/bin/python -m pip install --quiet --disable-pip-version-check \
+		easydel==0.3.0 torch==2.13.0 pillow tyro
+	$(VENV)-easydel/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . \
+		jax==0.10.2 jaxlib==0.10.2 flax==0.12.8
+	$(VENV)-easydel/bin/python examples/easydel/compare.py
 
 # Pages in a headless browser: Debian's package chromium, or what `playwright install chromium` loads.
 test-browser: setup  # pages in a headless browser
