@@ -284,15 +284,15 @@ def summary(rows: Sequence[Row], found: Fit) -> list[str]:
     pairs, memory = ranked(rows), [row for row in rows if row.gigabytes is not None]
     off = [abs(row.gigabytes / row.run.memory_gb - 1) for row in memory]
     lines = [
-        f"Three numbers are fitted, to {sum(row.fitted for row in rows)} dense runs, marked *: "
-        f"{shown}; in brackets, without one of the models. Straggling is that of series of runs "
-        "that differ in the number of GPUs alone.",
-        f"**{len(dense)} dense runs that were not fitted: {_quantiles(dense)}.**",
-        f"{len(mixtures)} mixtures, none fitted: {_quantiles(mixtures)}.",
-        f"Of {pairs[1]} pairs of runs that differ in the schedule alone, {pairs[0]} are ordered as "
-        "measured.",
-        f"Memory of {len(off)} runs: {np.median(off):.1%} off in the median, {max(off):.1%} at "
-        "most.",
+        f"The fit to {sum(row.fitted for row in rows)} dense runs, marked * below, gives {shown}. "
+        "The ranges in brackets come from fits that leave out one of the models. Straggling comes "
+        "from series of runs that differ only in the number of GPUs.",
+        f"**On {len(dense)} dense runs that were not fitted: {_quantiles(dense)}.**",
+        f"On {len(mixtures)} mixtures, none of which was fitted: {_quantiles(mixtures)}.",
+        f"Of {pairs[1]} pairs of runs that differ only in the schedule, {pairs[0]} are predicted "
+        "in the measured order.",
+        f"The predicted memory of {len(off)} runs is off by {np.median(off):.1%} in the median and "
+        f"by {max(off):.1%} at most.",
     ]
     for run in runs():
         if not run.fits:
@@ -307,8 +307,8 @@ def summary(rows: Sequence[Row], found: Fit) -> list[str]:
 def _quantiles(errors: Sequence[float]) -> str:
     off = np.abs(errors)
     return (
-        f"median error {np.median(off):.1%}, 90% within {np.quantile(off, 0.9):.1%}, signed mean "
-        f"{np.mean(errors):+.1%}, {np.mean(off <= 0.12):.0%} within 12%"
+        f"a median error of {np.median(off):.1%}, 90% within {np.quantile(off, 0.9):.1%}, a signed "
+        f"mean of {np.mean(errors):+.1%}, and {np.mean(off <= 0.12):.0%} within 12%"
     )
 
 
@@ -335,42 +335,52 @@ def groups(rows: Sequence[Row]) -> list[dict[str, str]]:
 _INTRODUCTION = """\
 # Published runs
 
-`make published` writes this page. Seconds of a step that others measured stand beside two
-predictions: for the system that ran, and for jaxpipe's program on the same mesh. Both count layers
-from traces ([planner](design/009-planner.md)) and take the same rates, which are also the
-planner's: matmuls, memory and links as measured alone (`jaxpipe/planning/devices.py`), and three
-numbers that no benchmark of a single kernel tells, each with how far it moves:
+`make published` writes this page. It compares the seconds of a step that others measured with two
+predictions: one for the system that ran, and one for jaxpipe's program on the same mesh. Both count
+layers from traces ([planner](design/009-planner.md)) and use the same rates, which the planner also
+uses. Rates of matmuls, memory and links are those of single kernels
+(`jaxpipe/planning/devices.py`). Three numbers that no single kernel shows are fitted:
 
-- sustained: the share of a matmul's rate alone that is left in a step;
-- exposed: the share of tensor collectives that systems which overlap them wait for;
-- straggling: the share of a step by which it grows for each doubling of the GPUs beyond 8.
+- sustained: the share of a single matmul's rate that is left in a training step;
+- exposed: the share of tensor collectives that a system waits for although it overlaps them;
+- straggling: the share by which a step grows with each doubling of the GPUs beyond 8.
 
-The system's order runs on the free-running clock, its communication overlaps as noted below, and
-nothing is copied into slots. Which runs were fitted was decided by a checksum of the model's name,
-before any prediction.
+The system's order runs on the free-running clock, its communication overlaps as noted below, and it
+copies nothing into slots. A checksum of the model's name decided which runs were used for the fit,
+before any prediction was made.
 
 """
 _OWN = """\
 jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and unrolled
-weights. Of the rematerialization policies and of ZeRO-1 and 2, it takes the fastest combination for
-which at most 68 of 80 GB are predicted, or the leanest if none fits. Each of its chunks holds at
-least one layer. Where a system has chunks of embedding or loss alone, jaxpipe may therefore run
-with fewer chunks per stage; the table then gives their number as v. "ratio" is jaxpipe's step
-divided by the one predicted for the system on the same mesh. Where it is above 1, "loses" names the
-largest losses in seconds, and the memory if jaxpipe needs more. The losses are kernels (XLA fuses
-less, or computes again), collectives within layers, copies (values into slots and out of them, and
-sums of gradients), waits (for other stages, messages and the head, and, where v is given, for
-chunks of more layers), and data (over data shards, and the optimizer). Of each model, precision,
-mesh and schedule on A100s and H100s, the table has the run with the fewest GPUs.
+weights. Of the rematerialization policies and of ZeRO-1 and 2, it takes the fastest combination
+that is predicted to use at most 68 of 80 GB, or the leanest one if none fits. Each of its chunks
+holds at least one layer. If a system has chunks that hold only the embedding or the loss, jaxpipe
+may therefore run with fewer chunks per stage; the table then shows their number as v. "ratio" is
+the predicted step of jaxpipe divided by the predicted step of the system on the same mesh. If it is
+above 1, "loses" names the largest losses in seconds, and jaxpipe's memory if the program does not
+fit. The losses are kernels (XLA fuses less, or computes values again), collectives within layers,
+copies (of values into slots and out of them, and sums of gradients), waits (for other stages, for
+messages and for the head and, where v is shown, for larger chunks), and data (transfers over data
+shards, and the optimizer). For each model, precision, mesh and schedule on A100s and H100s, the
+table shows the run with the fewest GPUs.
 
 """
 _ENDING = """
-A are runs on H100s (NVIDIA/dgxc-benchmarking), B Megatron-Bridge's of 2025 and 2026, D Megatron-LM
-of 2021 on A100s with full rematerialization, F Zero Bubble (arXiv 2401.10241) on A100s, whose
-ZB-2p, a searched order, is predicted as ZB-H2, K JaxPP (marin#7024), M Megatron Core's Mixtral
-8x7B, N Primus. It is assumed that A and B overlap their tensor collectives and messages, and that
-D and 1F1B of F wait for messages. All runs, with configurations and dates:
-`benchmarks/published_runs.csv`, `published_models.csv`; all predictions: `results/published.csv`.
+The letters name the sources: A are runs on H100s (NVIDIA/dgxc-benchmarking), B are
+Megatron-Bridge's runs of 2025 and 2026, D are Megatron-LM's of 2021 on A100s with full
+rematerialization, F are Zero Bubble's on A100s (arXiv 2401.10241), K is JaxPP (marin#7024), M is
+Megatron Core's Mixtral 8x7B, and N is Primus. F's ZB-2p is a searched order and is predicted as
+ZB-H2. We assume that A and B overlap their tensor collectives and messages, and that D and the 1F1B
+runs of F wait for messages. `benchmarks/published_runs.csv` and `published_models.csv` hold all
+runs with their configurations and dates, and `results/published.csv` all predictions.
+
+The memory of two sources is not compared, because it does not follow from what they publish.
+marin's mixture of 67B parameters on 64 H100s took 29.0 GB with FSDP and one row per GPU, and asked
+for 101 GiB with four rows. Parameters and Adam's moments alone are 12.6 GB per GPU in float32,
+which leaves at most 16.4 GB that can grow with the rows, so four rows would take at most 78 GB. The
+second figure must therefore contain something that the first does not. Our 42 GB are 19 of state, 4
+of the layers' inputs, and 19 that a layer or the head has live at once. Primus states neither the
+length of its sequences nor its rows.
 """
 
 
