@@ -86,10 +86,10 @@ class Planned:
 
     def counted(self, cases: Sequence[Variant], progress: Callable[[float], None]) -> ModelSizes:
         """Traces the model for these choices."""
-        variants = {}
-        for number, case in enumerate(cases, start=1):
-            variants[case] = self._traced(case)
-            progress(number / len(cases))
+        variants: dict[Variant, Sizes] = {}
+        for _, alike in itertools.groupby(cases, lambda case: case._replace(remat="")):
+            variants |= self._traced(list(alike))
+            progress(len(variants) / len(cases))
         params = jax.tree.leaves(self._params)
         row = jax.tree.leaves(self.task.row_shapes())
         return ModelSizes(
@@ -225,7 +225,9 @@ class Planned:
         config = self._sharing(context, tensor, 1)
         return not any(checks.slices(_changed(config, {"pipeline": {"sequence_slices": slices}})))
 
-    def _traced(self, case: Variant) -> Sizes:
+    def _traced(self, cases: Sequence[Variant]) -> dict[Variant, Sizes]:
+        """Traces the model for choices that differ in the policy of rematerialization alone."""
+        case, remats = cases[0], [case.remat for case in cases]
         pipeline = {"sequence_slices": case.slices}
         config = _changed(self._sharing(*case.mesh), {"pipeline": pipeline})
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
@@ -238,8 +240,12 @@ class Planned:
                 *(pipe, batch, key),
                 compute_bytes=self._compute_bytes,
                 document_share=self._document_share,
+                remats=remats,
             )
-        return few._replace(kind_of=tuple(few.kind_of[layer] for layer in self._like))
+        return {
+            case: of_few._replace(kind_of=tuple(of_few.kind_of[layer] for layer in self._like))
+            for case, of_few in ((case, few[case.remat]) for case in cases)
+        }
 
     def _pipeline(self, task: Task, config: Config, remat: str, **axes: Any) -> Pipeline:
         """Makes a pipeline of one stage on as many devices as the axes have."""

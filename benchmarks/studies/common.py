@@ -59,7 +59,7 @@ def sizes(
     def batch(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         return {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
 
-    def counted(tensor: int, remat: str) -> Any:
+    def counted(tensor: int) -> Any:
         axes = shared | ({"tensor": tensor} if tensor > 1 else {})
         names = {f"{name}_axis": name for name in axes}
         pipe = jaxpipe.Pipeline(
@@ -68,14 +68,13 @@ def sizes(
             schedule="1f1b",
             microbatches=2,
             mesh=jaxpipe.make_mesh(stage=1, **axes),
-            remat=remat,
             fp8=fp8,
         )
-        return counting.sizes(pipe, batch, compute_bytes=2)
+        return counting.sizes(pipe, batch, compute_bytes=2, remats=remats)
 
     with without_devices.attention_of_gpus():
         variants = {
-            Variant(context, t, remat): counted(t, remat) for t in tensors for remat in remats
+            Variant(context, t, remat): few for t in tensors for remat, few in counted(t).items()
         }
     harness.note(f"traced {name}")
     return ModelSizes(

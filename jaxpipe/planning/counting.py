@@ -11,6 +11,7 @@ reduction or the program's caller reads is written, by one kernel that reads wha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -32,6 +33,7 @@ from jaxpipe.runtime.measure import tree_bytes
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
+from jaxpipe.runtime.tick.prepare import layers_of
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes
 
@@ -72,8 +74,9 @@ def sizes(
     *,
     compute_bytes: int,
     document_share: float = 1.0,
-) -> Sizes:
-    """Counts a model on the devices that share its layers.
+    remats: Sequence[str],
+) -> dict[str, Sizes]:
+    """Counts a model on the devices that share its layers, for each policy of rematerialization.
 
     Args:
       pipe: of one stage, and one data shard or those of an expert axis; its microbatches do not
@@ -83,17 +86,18 @@ def sizes(
       compute_bytes: of a weight where layers read it.
       document_share: how long the document of a token is on average, as a share of a row; tokens
         see no others. Attention has at most this share of the FLOPs of a causal sequence.
+      remats: the policies, in place of the pipeline's.
     """
     experts = pipe.mesh.shape.get(EXPERT, 1)
     if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
     times = pipe.schedule.num_microbatches * experts
-    given = rng, compute_bytes, document_share
+    given = rng, remats, compute_bytes, document_share
     counts = (_counted(pipe, batch(rows * times), *given) for rows in _ROWS)
     for rows, (few, many) in zip(
         itertools.pairwise(_ROWS), itertools.pairwise(counts), strict=True
     ):
-        if _num_kernels(few) == _num_kernels(many):
+        if all(_num_kernels(few[remat]) == _num_kernels(many[remat]) for remat in remats):
             line = functools.partial(_line, rows)
             return jax.tree.map(line, few, many, is_leaf=lambda value: isinstance(value, Linear))
     raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
@@ -117,34 +121,48 @@ def _number(value: float) -> Linear:
 
 
 def _counted(
-    pipe: Pipeline, batch: Batch, rng: Key, compute_bytes: int, document_share: float
-) -> Sizes:
+    pipe: Pipeline,
+    batch: Batch,
+    rng: Key,
+    remats: Sequence[str],
+    compute_bytes: int,
+    document_share: float,
+) -> dict[str, Sizes]:
     """Counts a model for one number of rows."""
     axes = dict(pipe.mesh.shape)
 
-    def read(fixed: Fixed, batch: StepMicrobatches) -> Sizes:
-        layers, layouts = fixed.layers, fixed.setup.layouts
+    def read(fixed: Fixed, batch: StepMicrobatches) -> dict[str, Sizes]:
+        setup, layouts = fixed.setup, fixed.setup.layouts
         trained, *frozen = (jax.tree.map(Leaf.struct, one.outer) for one in layouts)
         outer = combine(trained, *frozen) if frozen else trained
         split = dict(jax.tree.leaves_with_path(pipe.model.stage_split))
         elements = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(outer)}
         head = _head(fixed, batch, trained, frozen, axes)
-        return Sizes(
-            layers=tuple(
-                _layer(
-                    *(kind, [one.layers.canonical_of(kind.example) for one in layouts], axes),
-                    *(compute_bytes, document_share),
-                )
-                for kind in layers.kinds
-            ),
-            kind_of=layers.kind_of,
-            message=_number(max(map(tree_bytes, layers.activations))),
-            outer_parameters=sum(elements.values()),
-            outer_split=sum(size for path, size in elements.items() if path in split),
-            outer_frozen=sum(leaf.size for leaf in jax.tree.leaves(frozen)),
-            head=head.work,
-            head_live=_number(head.live),
-        )
+        context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
+
+        def counted(remat: str) -> Sizes:
+            layers = fixed.layers
+            if remat != setup.options.remat:
+                options = dataclasses.replace(setup.options, remat=remat)
+                layers = layers_of(dataclasses.replace(setup, options=options), outer, *context)
+            return Sizes(
+                layers=tuple(
+                    _layer(
+                        *(kind, [one.layers.canonical_of(kind.example) for one in layouts], axes),
+                        *(compute_bytes, document_share),
+                    )
+                    for kind in layers.kinds
+                ),
+                kind_of=layers.kind_of,
+                message=_number(max(map(tree_bytes, layers.activations))),
+                outer_parameters=sum(elements.values()),
+                outer_split=sum(size for path, size in elements.items() if path in split),
+                outer_frozen=sum(leaf.size for leaf in jax.tree.leaves(frozen)),
+                head=head.work,
+                head_live=_number(head.live),
+            )
+
+        return {remat: counted(remat) for remat in remats}
 
     return measure.in_trace(pipe, batch, rng, read)
 

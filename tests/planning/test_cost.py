@@ -74,7 +74,8 @@ def counted(
     devices = {"data": variant.expert, "expert": variant.expert, "tensor": variant.tensor}
     with without_devices.attention_of_gpus() if gpus else contextlib.nullcontext():
         pipe = pipeline(config, schedule, **devices, remat=variant.remat, fp8=fp8)
-        return counting.sizes(pipe, functools.partial(batch, config), compute_bytes=2)
+        rows, remats = functools.partial(batch, config), (variant.remat,)
+        return counting.sizes(pipe, rows, compute_bytes=2, remats=remats)[variant.remat]
 
 
 def placed(

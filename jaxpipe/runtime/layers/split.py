@@ -392,7 +392,7 @@ def _differentiate(
         return (y if state is None else (y, new_state)), vjp
 
     args = params, context, x, state
-    outputs, _ = jax.eval_shape(forward, *args)
+    outputs = jax.eval_shape(layer, params, x, *context, *([] if state is None else [state]))
     y = outputs if state is None else outputs[0]
     dy, loss = (y.x, y.loss) if isinstance(y, WithLoss) else (y, None)
 

@@ -63,31 +63,10 @@ def fix(
     gradients: GradientSink | None,
 ) -> Fixed:
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
-    rows, numbers = setup.layout.layers.rows, range(sum(setup.table.layer_counts))
-    model, axes = setup.model, setup.layout.axes
+    rows, axes = setup.layout.layers.rows, setup.layout.axes
     stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
     rows_of_one, rng = jax.eval_shape(lambda: context_of(batch, 0, 0, shard))
-    trained, *frozen = ([layer_shapes(one, n) for n in numbers] for one in setup.layouts)
-    cut = partial(
-        split_layer,
-        quantized=setup.quantized,
-        remat=setup.options.remat,
-        loss_scale=mean_scale(setup),
-        early=setup.early,
-    )
-    params = list(map(combine, trained, *frozen)) if frozen else trained
-    layers = sort_layers(
-        model,
-        params,
-        output_shapes("Model.embed", model.embed, outer=outer, microbatch=rows_of_one, rng=rng),
-        rows_of_one,
-        rng,
-        cut=cut,
-        frozen=frozen[0] if frozen else None,
-        states=None if setup.states is None else [setup.states.shape_of(n) for n in numbers],
-        num_slices=setup.num_slices,
-        stage_axis=axes.stage,
-    )
+    layers = layers_of(setup, outer, rows_of_one, rng)
     refuse(_inputs_of_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
@@ -111,8 +90,45 @@ def fix(
     if not setup.table.together:
         refuse(_barred_at_ends(fixed, outer, rows_of_one, rng))
     if setup.trains:
-        _warn_of_unread(fixed, outer, params, trained, rows_of_one, rng)
+        _warn_of_unread(fixed, outer, rows_of_one, rng)
     return fixed
+
+
+def layers_of(setup: Setup, outer: OuterParams, microbatch: Batch, rng: Key) -> Layers:
+    """Traces the layers of a model and splits each kind once; arguments are arrays or shapes."""
+    params, _, frozen = _shapes_of_layers(setup)
+    numbers, states = range(len(params)), setup.states
+    cut = partial(
+        split_layer,
+        quantized=setup.quantized,
+        remat=setup.options.remat,
+        loss_scale=mean_scale(setup),
+        early=setup.early,
+    )
+    embed = setup.model.embed
+    return sort_layers(
+        setup.model,
+        params,
+        output_shapes("Model.embed", embed, outer=outer, microbatch=microbatch, rng=rng),
+        microbatch,
+        rng,
+        cut=cut,
+        frozen=frozen,
+        states=None if states is None else [states.shape_of(n) for n in numbers],
+        num_slices=setup.num_slices,
+        stage_axis=setup.layout.axes.stage,
+    )
+
+
+def _shapes_of_layers(
+    setup: Setup,
+) -> tuple[list[LayerParams], list[LayerParams], list[LayerParams] | None]:
+    """Shapes of the parameters of every layer: all, the trained ones, and the others, if any."""
+    numbers = range(sum(setup.table.layer_counts))
+    trained, *frozen = ([layer_shapes(one, n) for n in numbers] for one in setup.layouts)
+    if not frozen:
+        return trained, trained, None
+    return list(map(combine, trained, *frozen)), trained, frozen[0]
 
 
 def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | KnownSlots]:
@@ -221,14 +237,12 @@ _NAMED = 8
 def _warn_of_unread(
     fixed: Fixed,
     outer: OuterParams,
-    layers: Sequence[LayerParams],
-    trained: Sequence[LayerParams],
     rows: Batch,
     rng: Key,
 ) -> None:
-    """Warns of trained parameters that the loss does not read; ``layers`` are shapes of all,
-    ``trained`` of those that are trained."""
+    """Warns of trained parameters that the loss does not read."""
     model, found = fixed.setup.model, fixed.layers
+    params, trained, _ = _shapes_of_layers(fixed.setup)
 
     def loss(*args: Tree) -> Tree:
         return losses.differentiated(model.head_loss(*args))
@@ -243,7 +257,7 @@ def _warn_of_unread(
     read = {name for one in ends for name in itertools.compress(_names(outer), one)}
     wanted = _names(fixed.setup.layout.outer)
     for n, number in enumerate(found.kind_of):
-        read.update(itertools.compress(of_layer(n, layers[n]), found.kinds[number].split.reads))
+        read.update(itertools.compress(of_layer(n, params[n]), found.kinds[number].split.reads))
         wanted += of_layer(n, trained[n])
     unread = [name for name in dict.fromkeys(wanted) if name not in read]
     if unread:
