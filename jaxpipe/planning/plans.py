@@ -81,7 +81,7 @@ class Offload(NamedTuple):
 
 NOTHING = Offload()
 
-_PERIODS = 4
+_PERIODS = 3
 """Microbatches, in stages, after which a schedule is in its steady state."""
 _FEWEST = 8
 _MOST_PASSES = 4096
@@ -456,9 +456,11 @@ ends alone: with less on the host before more, then more slots before fewer."""
 
 
 def leanest(family: Family) -> Family:
-    """Selects the plans that take the least memory, for each ZeRO level and for who computes the
-    ends."""
-    return list({(one.plan.zero, one.plan.ends): one for one in family}.values())
+    """Selects the plans among which the one that takes the least memory is, for who computes the
+    ends: of the two highest ZeRO levels, if there is a state of the optimizer to shard."""
+    highest = max(one.plan.zero for one in family) if family[0].model.moments else 1
+    levels = (one for one in family if one.plan.zero >= highest - 1)
+    return list({(one.plan.zero, one.plan.ends): one for one in levels}.values())
 
 
 def on_host(model: ModelSizes, cluster: Cluster) -> Sequence[Offload]:
