@@ -31,7 +31,7 @@ CARRIED = ("carry", "carry_gradient")
 """Buffers of what a slice of a sequence hands to the next in F, and of its cotangents."""
 
 COARSE_STAGES = 8
-"""Fewest stages by which more are timed at first."""
+"""Fewest stages in place of twice as many or more, when a plan is timed at first."""
 _MORE_IN_FLIGHT = 2
 """Most microbatches of a full stage that its last stage has in flight beyond a schedule's share."""
 _X_SUMS = 3

@@ -275,7 +275,7 @@ def screen(
             half = len(family) // 2
             for part in (family[:half], family[half:]):
                 add(part, _least(part, goal))
-        elif not refined and family[0].plan.stage > cost.COARSE_STAGES:
+        elif not refined and family[0].plan.stage >= 2 * cost.COARSE_STAGES:
             try:
                 seconds = cost.coarse_seconds(family[0])
             except ArgumentError:

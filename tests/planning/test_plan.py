@@ -109,6 +109,22 @@ def test_what_a_family_needs_at_least_is_never_more_than_its_plans_do(model):
             assert memory <= cost.least_bytes(placed) * (1 + 1e-9)
 
 
+def test_with_fewer_stages_a_step_is_a_little_shorter():
+    """So a search may leave out what is too slow even then."""
+    cluster = devices.cluster("h100", 16, link="nvlink:4,ib:200")
+    families = plans.families(synthetic(NONE, layers=64), cluster, (32,), Counter())
+    alike = {
+        (one.plan.schedule, one.plan.chunks, one.plan.ends): one
+        for family in families
+        for one in (family[0], family[-1])
+        if one.plan.stage == 16 and one.plan.rows == 1
+    }
+    assert {schedule for schedule, *_ in alike} > {"v-half", "1f1b", "interleaved-fused"}
+    for placed in alike.values():
+        whole = cost.least_seconds(placed, cost.program_of(placed, published=True))
+        assert cost.least_seconds(placed) < cost.coarse_seconds(placed) <= whole * (1 + 1e-9)
+
+
 def test_compiled_memory_replaces_what_was_predicted(model):
     cluster = devices.cluster("h100", 4, memory=60e9)
     goal = Goal(1e9, (16,))
