@@ -54,8 +54,8 @@ def _experts(shared: str = "shared_experts", **others: str | tuple[str, ...]) ->
     }
 
 
-def _neighbours(config: GPTConfig) -> np.ndarray:
-    """Orders heads whose rotary positions turn neighbouring numbers; ours turn two halves."""
+def _neighbors(config: GPTConfig) -> np.ndarray:
+    """Orders heads whose rotary positions turn neighboring numbers; ours turn two halves."""
     width, rotated = config.head_width, config.rotated_width
     turned = np.arange(width)
     turned[:rotated] = turned[:rotated].reshape(-1, 2).T.reshape(-1)
@@ -527,14 +527,14 @@ DECODERS = {
     "glm": _decoder(
         "GlmForCausalLM", _LLAMA, rope=rotary("partial_rotary_factor", share=0.5),
         bias=biases(qkv="attention_bias"), defaults={"head_dim": 128}, fused=_GATE_UP,
-        order=_neighbours, token_ids=TokenIds(None, None, 151329),
+        order=_neighbors, token_ids=TokenIds(None, None, 151329),
     ),
     "glm4": _decoder(
         "Glm4ForCausalLM",
         _LLAMA | {"attention_post_norm": "post_self_attn_layernorm",
             "mlp_post_norm": "post_mlp_layernorm"}, rope=rotary("partial_rotary_factor", share=0.5),
         bias=biases(qkv="attention_bias"), fixed={"post_norm": True}, defaults={"head_dim": 128},
-        fused=_GATE_UP, order=_neighbours, token_ids=TokenIds(None, None, 151329),
+        fused=_GATE_UP, order=_neighbors, token_ids=TokenIds(None, None, 151329),
     ),
     "glm4_moe": _decoder(
         "Glm4MoeForCausalLM", _LLAMA | _QK_NORMS | _experts() | _FURTHER, *_DEEPSEEK_MEANINGS,
@@ -578,7 +578,7 @@ DECODERS = {
         fixed=_OF_LAYER_NORM | {"residual": "parallel"},
         fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE | {"logit_scale": "logit_scale"},
         defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
-        order=_neighbours, token_ids=TokenIds(5, 255001, 0),
+        order=_neighbors, token_ids=TokenIds(5, 255001, 0),
     ),
     "cohere2": _decoder(
         "Cohere2ForCausalLM", _LLAMA, windows(4, unrotated=True), rope=rotary(some=True),
@@ -586,7 +586,7 @@ DECODERS = {
         fixed=_OF_LAYER_NORM | {"residual": "parallel"},
         fields=_LAYER_NORM_EPS | {"logit_scale": "logit_scale"},
         defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "layer_norm_eps": 1e-5,
-            "sliding_window": 4096}, order=_neighbours, token_ids=TokenIds(5, 255001, 0),
+            "sliding_window": 4096}, order=_neighbors, token_ids=TokenIds(5, 255001, 0),
     ),
     "nemotron": _decoder(
         "NemotronForCausalLM", _LLAMA, rope=rotary("partial_rotary_factor", share=0.5),
@@ -603,7 +603,7 @@ DECODERS = {
     "ernie4_5": _decoder(
         "Ernie4_5ForCausalLM", _LLAMA, bias=biases(qkv="use_bias", out="use_bias", mlp="use_bias"),
         defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 5e5},
-        order=_neighbours, token_ids=TokenIds(1, 2, 0),
+        order=_neighbors, token_ids=TokenIds(1, 2, 0),
     ),
     "ernie4_5_moe": _decoder(
         "Ernie4_5_MoeForCausalLM", _LLAMA | _experts(), shared_experts("moe_num_shared_experts"),
@@ -613,7 +613,7 @@ DECODERS = {
             "balance_loss": "router_aux_loss_coef", "head_size": None},
         needed=("num_experts", "expert_width"), required={"use_bias": (False,)},
         defaults={"tie_word_embeddings": True, "rope_theta": 5e5, "moe_layer_interval": 1,
-            "router_aux_loss_coef": 0.001}, order=_neighbours,
+            "router_aux_loss_coef": 0.001}, order=_neighbors,
         fused=(Fused(".mlp.moe_statics.e_score_correction_bias",
             (".mlp.gate.e_score_correction_bias",), row=True,),), token_ids=TokenIds(1, 2, 0),
         init_state=gpt.init_state,
@@ -689,7 +689,7 @@ DECODERS = {
         fixed=_OF_LAYER_NORM | {"residual": "parallel", "head_bias": True},
         fields=_GPT_NAMES | {"rotary_size": "rotary_dim"}, optional=("mlp_width",),
         defaults={"layer_norm_epsilon": 1e-5},
-        layer="transformer.h.{}", ends=_GPT_ENDS, order=_neighbours,
+        layer="transformer.h.{}", ends=_GPT_ENDS, order=_neighbors,
         unread=(".attn.bias", ".attn.masked_bias"), token_ids=TokenIds(50256, 50256),
     ),
     "gpt_bigcode": _decoder(
@@ -798,7 +798,7 @@ DECODERS = {
     ),
     "helium": _decoder(
         "HeliumForCausalLM", _LLAMA, bias=biases(qkv="attention_bias", mlp="mlp_bias"),
-        defaults={"head_dim": 128}, order=_neighbours, token_ids=TokenIds(1, 2, 3),
+        defaults={"head_dim": 128}, order=_neighbors, token_ids=TokenIds(1, 2, 3),
     ),
 }
 # fmt: on

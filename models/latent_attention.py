@@ -101,8 +101,8 @@ class LatentAttention(nnx.Module):
 
 
 def _halves(x: jax.Array) -> jax.Array:
-    """Moves the first numbers of all neighbouring pairs before the second ones.
+    """Moves the first numbers of all neighboring pairs before the second ones.
 
-    DeepSeek's weights rotate neighbours against each other, `rotary.rotate` both halves.
+    DeepSeek's weights rotate neighbors against each other, `rotary.rotate` both halves.
     """
     return x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)

@@ -163,7 +163,7 @@ def make_mesh(
     """Builds the mesh of a pipeline: ``(data, stage)``, with "replica" before them, and "expert"
     and model axes after them, if you ask for these.
 
-    Devices along a model axis communicate most and are neighbours; next come those along "expert".
+    Devices along a model axis communicate most and are neighbors; next come those along "expert".
     On several hosts (or TPU slices), the data shards of a stage come next, if they fit into one
     host. Then only stages, which just send messages, and replicas cross hosts. Otherwise
     consecutive devices form one pipeline.
@@ -173,7 +173,7 @@ def make_mesh(
       data: number of data shards.
       replica: number of groups of data shards for hybrid sharding: ZeRO shards within each group,
         over ``data / replica`` devices.
-      expert: number of neighbouring data shards that split a layer's experts, on an axis of its
+      expert: number of neighboring data shards that split a layer's experts, on an axis of its
         own, so that "data" has size ``data / replica / expert``. None for no such axis.
       context, tensor: devices along the model axes of these names (`jaxpipe.Model`'s ``axes``);
         None for no such axis.

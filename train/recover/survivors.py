@@ -133,7 +133,7 @@ class Membership:
 
     @property
     def partner(self) -> int:
-        """The process that keeps the copies of this one: one far off, as neighbours share hosts."""
+        """The process that keeps the copies of this one: one far off, as neighbors share hosts."""
         return (self.number + max(len(self.members) // 2, 1)) % len(self.members)
 
 
