@@ -1,4 +1,12 @@
-"""The levels of ZeRO: what data shards divide among each other."""
+"""The levels of ZeRO: what data shards divide among each other.
+
+Used by
+
+- state, 1: `data_axis.reduce_gradients`, which scatters; `PlacedOptimizer`, which updates a part;
+- gradients, 2: `gradients.Summed`, which keeps sums in slots;
+- weights, 3: `executor.begin`, for `Gathered` weights; `Assembly`, which places a part;
+- all of them: `jaxpipe.asynchronous.updates`, and `planning.cost`, which predicts the same.
+"""
 
 import enum
 
