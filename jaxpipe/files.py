@@ -19,7 +19,7 @@ def num_bytes(path: Path) -> int:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status.st_size
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TRAINED = "*/lora_[ab]"
 """Paths of the parameters of adapters."""
 BLOCK = 64
-"""Inputs of a map whose 4-bit weights for an output share a factor, or as many of them as divide
+"""Inputs of a map whose 4-bit weights for an output share a scale, or as many of them as divide
 the number of inputs."""
 NF4 = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -66,8 +66,8 @@ class Adapters:
         "attention/qkv/query", of what these end with, such as "query", or of their names in the
         transformers library, such as "q_proj".
       dropout: probability with which an adapter drops a number of its input.
-      base: form of the kernels of all linear maps: "float32", "int8" with a factor per output, or
-        "nf4" with a factor per output and `BLOCK` of inputs.
+      base: form of the kernels of all linear maps: "float32", "int8" with a scale per output, or
+        "nf4" with a scale per output and `BLOCK` of inputs.
     """
 
     rank: int

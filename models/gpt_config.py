@@ -267,11 +267,11 @@ class GPTConfig(validation.Validated):
         yield from validation.negative(self, "mtp_loss", "first_position")
         if self.attention_sinks and (self.attention_soft_cap or self.kv_rank):
             other = "attention_soft_cap" if self.attention_soft_cap else "kv_rank"
-            rule, others = f"does not go with ${other}", {other: getattr(self, other)}
+            rule, others = f"cannot be combined with ${other}", {other: getattr(self, other)}
             yield Problem("attention_sinks", True, rule, (False,), others)
         for name in ("qk_norm", "attention_soft_cap") if self.qk_clip else ():
             if value := getattr(self, name):
-                rule = "does not go with $" + name + ", which bounds scores"
+                rule = "cannot be combined with $" + name + ", which bounds scores"
                 yield Problem("qk_clip", self.qk_clip, rule, (None,), {name: value})
         yield from self._rotary_problems()
         yield from self._factor_problems()
@@ -334,7 +334,7 @@ class GPTConfig(validation.Validated):
             if wrong:
                 value, others = getattr(self, name), {other: getattr(self, other)}
                 near = (getattr(type(self), name),)
-                yield Problem(name, value, f"does not go with ${other}", near, others)
+                yield Problem(name, value, f"cannot be combined with ${other}", near, others)
 
     def _rotary_size_problems(self, most: int | None) -> Iterator[Problem]:
         """Yields a number of rotated numbers that is odd, or larger than heads."""
@@ -417,7 +417,7 @@ class GPTConfig(validation.Validated):
         ):  # fmt: skip
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default:
-                yield Problem(name, value, "does not go with $kv_rank", (default,), given)
+                yield Problem(name, value, "cannot be combined with $kv_rank", (default,), given)
         if self.rotary_size is None or self.value_size is None:
             return
         yield from self._rotary_size_problems(None)
@@ -440,7 +440,7 @@ class GPTConfig(validation.Validated):
         if self.num_experts is None:
             return
         if None not in (self.capacity_factor, self.device_capacity_factor):
-            rule = "does not go with $capacity_factor, which bounds each expert"
+            rule = "cannot be combined with $capacity_factor, which bounds each expert"
             others = {"capacity_factor": self.capacity_factor}
             factor = self.device_capacity_factor
             yield Problem("device_capacity_factor", factor, rule, (None,), others)

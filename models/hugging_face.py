@@ -721,7 +721,7 @@ def _check_trees(trees: PyTree, wanted: PyTree) -> None:
     failures = [f"{path} is missing." for path in shapes if path not in leaves]
     for path, leaf in leaves.items():
         if path not in shapes:
-            failures.append(f"{path} is no part of the model.")
+            failures.append(f"{path} is not a part of the model.")
         elif np.shape(leaf) != shapes[path].shape:
             failures.append(
                 f"{path} has shape {list(np.shape(leaf))}, but the config asks for "

@@ -316,7 +316,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: it is no JSON ({error}).") from error
+        raise ValueError(f"{path} is damaged: it is not JSON ({error}).") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object.")
     return fields

@@ -34,13 +34,13 @@ SURFACES = {
     ),
     "left out": (
         build("zb-h1", memory_limit=2),
-        "memory_limit=2 does not fit schedule 'zb-h1': it does not read it.\n"
-        "Nearest valid: leave it out. Read by hanayo, hanayo-fused, controllable-memory, auto.",
+        "memory_limit=2 does not fit schedule 'zb-h1': the schedule has no such option.\n"
+        "Leave memory_limit out. Used by hanayo, hanayo-fused, controllable-memory, auto.",
     ),
     "schedule": (
         build("pipemare"),
-        "name='pipemare' never drains the pipeline, so no order of actions describes it: "
-        "AsyncPipeline and train.py train with it.\nNearest valid: '1f1b'.",
+        "name='pipemare' never drains the pipeline, so it has no order of actions: "
+        "use it with AsyncPipeline or train.py.\nNearest valid: '1f1b'.",
     ),
     "asynchronous": (
         partial(SteadyState, 4, 2, "2bw"),
@@ -68,12 +68,15 @@ def test_a_problem_is_told_in_the_names_of_each_surface(call, python):
     assert str(pickle.loads(pickle.dumps(caught.value))) == python
     command_line = trainer = python
     for name, (option, field) in NAMES.items():
+        leave = f"Leave {name} out"
         command_line = re.sub(rf"\b{name}=", option, command_line)
+        command_line = command_line.replace(leave, f"Leave {option.strip()} out")
         trainer = re.sub(rf"(?<!\.)\b{name}=", field, trainer)
+        trainer = trainer.replace(leave, f"Leave {field.strip('=')} out")
     assert options.message(caught.value) == command_line
     failures = list(errors.of_schedule(caught.value, caught.value.problems[0].schedule or ""))
     found = [failure.message for failure in failures]
-    assert found == re.sub(r"\n(?=Nearest)", " ", trainer).splitlines()
+    assert found == re.sub(r"\n(?=Nearest|Leave)", " ", trainer).splitlines()
 
 
 def test_arguments_that_have_no_place_are_told_in_the_names_of_each_surface():
@@ -122,7 +125,7 @@ def test_a_model_names_its_own_fields_and_the_trainer_those_of_its_section():
 def test_the_trainer_writes_patterns_as_its_field_has_them():
     problem = Problem("fp8", ["*up", "*down"], "needs layers that are alike", ((),))
     (failure,) = errors.of_fp8(ArgumentError([problem]))
-    rule = "needs layers that are alike. Nearest valid: leave it out."
+    rule = "needs layers that are alike. Leave pipeline.fp8 out."
     assert failure.message == f"pipeline.fp8='*up,*down' {rule}"
 
 

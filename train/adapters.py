@@ -26,7 +26,7 @@ _SHAPE = ("rank", "alpha", "targets", "base")
 
 
 def failures(config: Config) -> Iterator[Failure]:
-    """Says which parameters cannot be trained alone, and what does not go with frozen ones."""
+    """Says which parameters cannot be trained alone, and what needs all to be trained."""
     lora, own = config.lora, LoraConfig()
     if not lora.rank:
         for name in ("alpha", "targets", "dropout", "init_from", "base"):
@@ -67,7 +67,8 @@ def _targets(config: Config) -> Iterator[Failure]:
             near = difflib.get_close_matches(target, dict.fromkeys([*names, *theirs]), n=2)
             nearest = f" Nearest valid: {' or '.join(near)}." if near else ""
             yield Failure(
-                f"lora.targets={target!r} is no linear map of a layer.{nearest} There are {shown}.",
+                f"lora.targets={target!r} is not a linear map of a layer.{nearest} Linear maps: "
+                f"{shown}.",
                 ("lora.targets",),
             )
 
@@ -79,7 +80,7 @@ def _base(config: Config) -> Iterator[Failure]:
         yield Failure(
             f"{path}={lora.base} keeps kernels in {'8' if lora.base == 'int8' else '4'} bits "
             f"already, and pipeline.fp8={config.pipeline.fp8} would round them again. Nearest "
-            "valid: pipeline.fp8=None.",
+            "valid: pipeline.fp8=null.",
             (path, "pipeline.fp8"),
         )
     shape = dataclasses.replace(tasks.make(config).shape, adapters=None)
@@ -104,14 +105,14 @@ def _base(config: Config) -> Iterator[Failure]:
         if uneven and not odd:
             yield Failure(
                 f"mesh.tensor={devices} does not divide the blocks of up to {BLOCK} inputs that "
-                f"{path}=nf4 keeps a factor for ({', '.join(uneven)}). Nearest valid: {path}=int8, "
+                f"{path}=nf4 keeps a scale for ({', '.join(uneven)}). Nearest valid: {path}=int8, "
                 "or mesh.tensor=1.",
                 ("mesh.tensor", path),
             )
     for axis in ("tensor", "context"):
         if lora.dropout and (devices := getattr(config.mesh, axis)) > 1:
             yield Failure(
-                f"lora.dropout={lora.dropout} does not go with mesh.{axis}={devices}, whose "
+                f"lora.dropout={lora.dropout} cannot be combined with mesh.{axis}={devices}, whose "
                 f"devices have parts of what an adapter reads. Nearest valid: lora.dropout=0, or "
                 f"mesh.{axis}=1.",
                 ("lora.dropout", f"mesh.{axis}"),
@@ -125,7 +126,7 @@ def _patterns(config: Config) -> Iterator[Failure]:
         return
     leaves = _by_path(jax.eval_shape(tasks.make(config).init, jax.random.key(0)))
     if not given and not config.lora.rank:
-        yield Failure(f"{path}=[] trains nothing. Nearest valid: None, for all.", (path,))
+        yield Failure(f"{path}=[] trains nothing. Nearest valid: null, for all.", (path,))
     for pattern in given:
         chosen = fnmatch.filter(leaves, pattern)
         if not chosen:
@@ -183,7 +184,7 @@ def _unfit(config: Config, path: str) -> Iterator[Failure]:
     if (bound := getattr(config.model, "qk_clip", None)) is not None:
         yield Failure(
             f"{given} freezes parameters, and model.qk_clip={bound} scales weights of queries and "
-            "keys. Nearest valid: model.qk_clip=None.",
+            "keys. Nearest valid: model.qk_clip=null.",
             (path, "model.qk_clip"),
         )
 

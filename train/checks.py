@@ -48,23 +48,15 @@ _FAMILIES = {
     "expert": "gpt with model.num_experts",
 }
 
-_REFUSED = (
-    ("weights", "stacked", "has no room for the versions of weights that {schedule} keeps"),
-    ("compute_dtype", None, "has no place beside the versions of weights that {schedule} keeps"),
-    ("fp8", None, "has no place beside the versions of weights that {schedule} keeps"),
-    (
-        "residuals",
-        "device",
-        "would leave the host: {schedule} keeps them from step to step",
-    ),
-    ("sequence_slices", 1, "has no place in {schedule}, which runs whole sequences"),
-    (
-        "update",
-        "step",
-        "has no effect: {schedule} updates every stage as soon as its gradient is complete",
-    ),
+_NOT_ASYNCHRONOUS = (
+    ("weights", "stacked", "keeps several versions of the weights"),
+    ("compute_dtype", None, "keeps several versions of the weights"),
+    ("fp8", None, "keeps several versions of the weights"),
+    ("residuals", "device", "keeps residuals from step to step"),
+    ("sequence_slices", 1, "runs whole sequences"),
+    ("update", "step", "updates every stage as soon as its gradient is complete"),
 )
-"""Fields of ``pipeline``, the value that each must have, and the reason."""
+"""Fields of ``pipeline``, the value that each must have, and what asynchronous schedules do."""
 
 
 def check(
@@ -196,7 +188,7 @@ def _text(config: Config) -> Iterator[Failure]:
             continue
         bad = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
         if bad is not None:
-            yield Failure(f"{path}={value!r} has {bad!r}, which is no character.", (path,))
+            yield Failure(f"{path}={value!r} contains {bad!r}, which text cannot have.", (path,))
         elif path in _FOLDERS and not value.strip():
             default = Config().flat()[path] or "null"
             yield Failure(f"{path}={value!r} names no folder. Nearest valid: {default}.", (path,))
@@ -265,7 +257,8 @@ def _compute_dtype(config: Config) -> Iterator[Failure]:
     if own != dtype:
         yield Failure(
             f"pipeline.compute_dtype={dtype} rounds the weights of layers that compute in "
-            f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or no pipeline.compute_dtype.",
+            f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or "
+            "pipeline.compute_dtype=null.",
             ("pipeline.compute_dtype", "model.dtype"),
         )
 
@@ -351,7 +344,7 @@ def _documents(config: Config) -> Iterator[Failure]:
     if tokens is not None and config.data.documents == "joined":
         yield Failure(
             f"data.document_tokens={tokens} has no effect on data.documents=joined, where tokens "
-            "see the documents before theirs. Nearest valid: data.document_tokens=None, or "
+            "see the documents before theirs. Nearest valid: data.document_tokens=null, or "
             "data.documents=packed.",
             ("data.document_tokens", "data.documents"),
         )
@@ -392,8 +385,8 @@ def _processes(config: Config) -> Iterator[Failure]:
     paths = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
     if settings.coordinator is None and (count is not None or number is not None):
         yield Failure(
-            f"distributed.num_processes={count} and distributed.process_id={number} need "
-            "distributed.coordinator, such as localhost:12345.",
+            f"distributed.num_processes={errors.in_yaml(count)} and distributed.process_id="
+            f"{errors.in_yaml(number)} need distributed.coordinator, such as localhost:12345.",
             paths,
         )
     if settings.coordinator is not None:
@@ -418,8 +411,8 @@ def _copies(config: Config) -> Iterator[Failure]:
     if every and configured.is_asynchronous(config):
         yield Failure(
             f"distributed.copy_every={every} needs a pipeline that drains in every step, and "
-            f"pipeline.schedule={config.pipeline.schedule} does not: what is in flight fits no "
-            "smaller mesh. Nearest valid: 0, or pipeline.schedule=1f1b.",
+            f"pipeline.schedule={config.pipeline.schedule} does not: the residuals in flight would "
+            "not fit a smaller mesh. Nearest valid: 0, or pipeline.schedule=1f1b.",
             ("distributed.copy_every", "pipeline.schedule"),
         )
     if every and not hasattr(os, "memfd_create"):
@@ -533,7 +526,7 @@ def shared_axes(config: Config) -> Iterator[Failure]:
         field = f"mesh.{axis}"
         if configured.is_asynchronous(config):
             yield Failure(
-                f"{field}={devices} has no place in pipeline.schedule="
+                f"{field}={devices} is not supported with pipeline.schedule="
                 f"{config.pipeline.schedule}, which splits no layer over devices. Nearest valid: "
                 f"{field}=1, or pipeline.schedule=1f1b.",
                 (field, "pipeline.schedule"),
@@ -541,8 +534,8 @@ def shared_axes(config: Config) -> Iterator[Failure]:
         counts = tasks.make(config).shared(axis)
         if not counts:
             yield Failure(
-                f"{field}={devices}: layers of task={config.task} are not split over devices so; "
-                f"those of task={_FAMILIES[axis]} are. Nearest valid: {field}=1.",
+                f"{field}={devices} is not supported for task={config.task}, only for task="
+                f"{_FAMILIES[axis]}. Nearest valid: {field}=1.",
                 (field, "task"),
             )
         for name, count in counts.items():
@@ -582,21 +575,21 @@ def balanced(config: Config) -> Iterator[Failure]:
         for axis in ("tensor", "context"):
             if (devices := getattr(config.mesh, axis)) > 1:
                 yield Failure(
-                    f"mesh.{axis}={devices} does not go with {path}={value}: each device would see "
-                    f"its part of a layer alone. Nearest valid: mesh.{axis}=1, or {path}=None.",
+                    f"mesh.{axis}={devices} cannot be combined with {path}={value}, which needs "
+                    f"whole layers on each device. Nearest valid: mesh.{axis}=1, or {path}=null.",
                     (f"mesh.{axis}", path),
                 )
         if configured.is_asynchronous(config):
             schedule = config.pipeline.schedule
             yield Failure(
                 f"{path}={value} {what} at the end of each step, and pipeline.schedule={schedule} "
-                f"has steps without an end. Nearest valid: {path}=None, or pipeline.schedule=1f1b.",
+                f"never ends a step. Nearest valid: {path}=null, or pipeline.schedule=1f1b.",
                 (path, "pipeline.schedule"),
             )
         if field == "qk_clip" and config.pipeline.update == "chunk":
             yield Failure(
                 f"{path}={value} {what} when all microbatches are done, and pipeline.update=chunk "
-                f"updates before. Nearest valid: {path}=None, or pipeline.update=step.",
+                f"updates before. Nearest valid: {path}=null, or pipeline.update=step.",
                 (path, "pipeline.update"),
             )
 
@@ -617,8 +610,8 @@ def slices(config: Config) -> Iterator[Failure]:
     for field in ("bias_speed", "qk_clip", "mtp_loss"):
         if (value := getattr(config.model, field, None)) is not None:
             yield Failure(
-                f"{path}={number} does not go with model.{field}={value}, for which layers run "
-                f"whole sequences. Nearest valid: {path}=1, or model.{field}=None.",
+                f"{path}={number} cannot be combined with model.{field}={value}, which needs whole "
+                f"sequences. Nearest valid: {path}=1, or model.{field}=null.",
                 (path, f"model.{field}"),
             )
     length, context = tasks.make(config).units_per_row, config.mesh.context
@@ -647,7 +640,8 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
                 yield Failure(
                     f"asynchronous.{field}={getattr(settings, field)} has no effect: "
                     f"pipeline.schedule={name} drains the pipeline in every step, so no weights "
-                    f"are late. Nearest valid: {default}, or pipeline.schedule=pipemare.",
+                    f"are late. Nearest valid: {errors.in_yaml(default)}, or "
+                    "pipeline.schedule=pipemare.",
                     (f"asynchronous.{field}", "pipeline.schedule"),
                 )
         return
@@ -673,12 +667,12 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
 
 
 def _refused(config: Config) -> Iterator[Failure]:
-    for name, needed, why in _REFUSED:
+    for name, needed, why in _NOT_ASYNCHRONOUS:
         value = getattr(config.pipeline, name)
         if value not in (needed, "auto"):
             path, schedule = f"pipeline.{name}", f"pipeline.schedule={config.pipeline.schedule}"
             yield Failure(
-                f"{path}={value} {why.format(schedule=schedule)}. Nearest valid: "
-                f"{'none' if needed is None else needed}.",
+                f"{path}={value} is not supported with {schedule}, which {why}. Nearest valid: "
+                f"{errors.in_yaml(needed)}.",
                 (path, "pipeline.schedule"),
             )

@@ -138,7 +138,7 @@ class PipelineConfig(Section):
     asynchronous. PATH.csv or module:function is a schedule of your own. "plan" predicts which
     schedule, chunks, microbatches and remat are fastest on the mesh, and says why."""
     chunks: Annotated[int | None, Range(1)] = None
-    """Chunks of layers per stage; None for the schedule's own number."""
+    """Chunks of layers per stage; null for the schedule's own number."""
     microbatches: Count = 8
     """Microbatches per batch."""
     group: Annotated[int | None, Range(1)] = None
@@ -175,8 +175,8 @@ class PipelineConfig(Section):
     compute_dtype: Literal["bfloat16"] | None = None
     """Dtype of copies of the layers' weights that stages keep and data shards gather. They are cast
     once per step, not by every layer for every microbatch. It must be the model's own dtype.
-    Parameters, gradients and the optimizer stay float32. A step keeps half a copy of the weights
-    more or, with zero 3, halves the gathered bytes."""
+    Parameters, gradients and the optimizer stay float32. The copies take half the memory of the
+    weights; with zero 3 they halve the gathered bytes instead."""
     fp8: str | None = None
     """Weights of layers whose matmuls run in 8-bit floats: patterns of their paths, such as
     "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3.
@@ -212,14 +212,15 @@ class AsynchronousConfig(Section):
     """Training that never drains the pipeline; only for schedules pipemare, pipedream and 2bw."""
 
     rescheduling_steps: Annotated[int | None, Range(0)] = None
-    """T1: steps over which the reduced learning rate of late weights rises to the usual one. 0
-    switches it off. None is 5 x optimizer.warmup_steps with pipemare, and 0 with the others."""
+    """T1: steps during which layers whose weights are late have a lower learning rate, which rises
+    to the schedule's. 0 switches it off. null is 5 x optimizer.warmup_steps with pipemare, and 0
+    with the others."""
     discrepancy_decay: Annotated[float | None, Range(0, 1, below=True)] = None
-    """T2: decay of the mean step that corrects the weights of the backward. 0 switches it off. None
+    """T2: decay of the mean step that corrects the weights of the backward. 0 switches it off. null
     is 0.135 with pipemare, and 0 with the others."""
     recompute_segment: Annotated[int | None, Range(1)] = None
     """Stages per segment. Only a segment's input is kept, and the segment runs forward again just
-    before its backward. None keeps all residuals instead."""
+    before its backward. null keeps all residuals instead."""
     warmup_steps: Natural = 0
     """T3: steps of synchronous 1f1b before asynchronous training begins with the same parameters
     and optimizer state."""
@@ -313,16 +314,16 @@ class TrainConfig(Section):
     """Keep the checkpoints of all steps that are multiples of this; null keeps none of them."""
     trainable: list[str] | None = None
     """Patterns of the parameters that are trained, such as "layers/*norm*" or "head/*"; others have
-    neither gradients nor optimizer state. None trains all, or with lora.rank the adapters alone."""
+    neither gradients nor optimizer state. null trains all, or with lora.rank the adapters alone."""
     dpo_beta: Positive = 0.1
-    """Weight of a pair's margin, for task train.preferences:DPO."""
+    """DPO's beta, the weight of a pair's margin (task train.preferences:DPO)."""
     noise_every: Natural = 0
     """Steps from one estimate of the noise scale to the next. Each takes the time of a step. 0
     makes none."""
     profile_from: Annotated[int | None, Range(1)] = None
     """First step of a profile by jax.profiler, written to the run's folder "profile"."""
     profile_to: Annotated[int | None, Range(1)] = None
-    """Last step of the profile; None for the first step only."""
+    """Last step of the profile; null for the first step only."""
     timeline_at: Annotated[int | None, Range(1)] = None
     """Step before which a timeline of the stages is measured: timeline.html and .json."""
 
@@ -344,8 +345,8 @@ class LoraConfig(Section):
     """Folder of the peft library with the adapters that the run begins with, on the Hugging Face
     model of init_from. None draws them."""
     base: Literal["float32", "int8", "nf4"] = "float32"
-    """Form of the kernels of all linear maps: float32, int8 with a factor per output, or 4-bit
-    NormalFloat with a factor per output and 64 inputs."""
+    """Form of the kernels of all linear maps: float32, int8 with a scale per output, or 4-bit
+    NormalFloat with a scale per output and 64 inputs."""
 
 
 class PublishConfig(Section):
@@ -353,7 +354,7 @@ class PublishConfig(Section):
 
     path: str | None = None
     """Folder that all processes and the server see. step_N is a Hugging Face folder with the model
-    after step N, and the link "latest" points to the newest. None publishes nothing."""
+    after step N, and the link "latest" points to the newest. null publishes nothing."""
     every: Count = 100
     """Steps from one model to the next. If one is still being written when the next is due, the run
     waits for it."""
@@ -373,7 +374,7 @@ class SampleConfig(Section):
     temperature: NonNegative = 0.8
     """Divides the logits; 0 always takes the likeliest token."""
     top_k: Annotated[int | None, Range(1)] = 40
-    """Sample from the k likeliest tokens only; None for all."""
+    """Sample from the k likeliest tokens only; null for all."""
 
 
 class DistributedConfig(Section):
@@ -386,8 +387,8 @@ class DistributedConfig(Section):
     process_id: Annotated[int | None, Range(0)] = None
     """Number of this process, from 0; needs distributed.coordinator."""
     patience_seconds: Positive = 60.0
-    """Time that the others wait for a silent process, and by which a step may exceed the longest
-    one so far. Then they name the process and end with status 75."""
+    """Seconds without a sign of life after which the other processes name a process and end with
+    status 75. A step may take this much longer than the longest one so far."""
     copy_every: Natural = 0
     """Optimizer steps from one copy of the state in host memory to the next; 0 makes none. With
     copies, the others continue without a lost process, on fewer data shards."""
@@ -397,7 +398,7 @@ class WandbConfig(Section):
     """Weights & Biases, in addition to TensorBoard."""
 
     project: str | None = None
-    """Project to log to; None logs nothing there."""
+    """Project to log to; null logs nothing there."""
 
 
 class Config(Section):
@@ -411,7 +412,7 @@ class Config(Section):
     init_from: str | None = None
     """Initial weights: a Hugging Face folder, or the folder of a run for its latest checkpoint, or
     FOLDER@best or FOLDER@STEP. A further @ema reads the moving average of the weights. They decide
-    all fields of the model that you do not set. None draws random weights."""
+    all fields of the model that you do not set. null draws random weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True

@@ -92,7 +92,8 @@ _RULES = {
 
 
 def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source: str) -> Failure:
-    path, value = ".".join(shortened(str(key)) for key in place), shown(problem["input"])
+    path, value = ".".join(shortened(str(key)) for key in place), problem["input"]
+    value = "null" if value is None else shown(value)
     if place != problem["loc"]:
         rule = "must be a number, text, true, false or null"
         return Failure(f"{path}={value} in {source}: {rule}.", (path,))
@@ -165,7 +166,7 @@ class _Loader(yaml.SafeLoader):
         except Exception as error:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{shown(node.value)} is no {kind}", node.start_mark
+                None, None, f"{shown(node.value)} is not a valid {kind}", node.start_mark
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -35,6 +35,18 @@ class Failure:
     fields: tuple[str, ...] = ()
 
 
+def in_yaml(value: object) -> str:
+    """Writes a value as a configuration has it.
+
+    Example:
+      >>> in_yaml(None), in_yaml(True), in_yaml("step")
+      ('null', 'true', 'step')
+    """
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
+
+
 def in_short(failure: Failure, values: Iterable[Any]) -> Failure:
     """Shortens long values of a configuration where a message shows them."""
     message = failure.message

@@ -69,7 +69,7 @@ def export(options: Options) -> str:
     """
     source = initial.parse(options.run)
     if not source.is_run:
-        raise ValueError(f"{source.name} is no run: it holds no {run_folder.CHECKPOINTS}.")
+        raise ValueError(f"{source.name} is not a run: it holds no {run_folder.CHECKPOINTS}.")
     checkpoints = source.checkpoints()
     step = source.find(checkpoints)
     saved = checkpoint.description(checkpoints, step)

@@ -300,11 +300,11 @@ def failures(source: Source, system: System) -> Iterator[Failure]:
     if system != "torchtitan" and mesh.stage > 1:
         names = _MEGATRON if system == "megatron" else _MAXTEXT
         if pipeline.schedule not in names:
-            rule = f"is no schedule of {system}"
+            rule = f"is not a schedule of {system}"
             yield _failure(config, "pipeline.schedule", rule, ", ".join(names))
     levels = {"megatron": (0, 1), "torchtitan": (0, 2, 3), "maxtext": (0, 1, 3)}[system]
     if pipeline.zero not in levels:
-        rule = f"is no way in which {system} shards"
+        rule = f"is not a way in which {system} shards"
         yield _failure(config, "pipeline.zero", rule, ", ".join(map(str, levels)))
     if mesh.replica > 1 and (system == "megatron" or pipeline.zero == 1):
         rule = "is not expressed: the optimizer is sharded over all data shards"

@@ -124,7 +124,7 @@ def described(source: Source) -> tuple[str, dict[str, Any]]:
     if not source.folder.is_dir():
         raise ValueError("there is no such folder.")
     if source != Source(source.folder):
-        raise ValueError(f"{source.folder} is no run: it has no checkpoints to choose from.")
+        raise ValueError(f"{source.folder} is not a run: it has no checkpoints to choose from.")
     shape = hugging_face.Folder(source.folder).config
     named = {name: tasks.find(name) for name in tasks.names()}
     (name,) = (name for name, task in named.items() if type(task.default) is type(shape))

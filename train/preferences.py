@@ -61,7 +61,7 @@ class DPO(GPT):
         for name in ("mtp_loss", "bias_speed"):
             if (value := getattr(config.model, name)) is not None:
                 yield Failure(
-                    f"model.{name}={value} does not go with pairs. Nearest valid: None.",
+                    f"model.{name}={value} cannot be combined with pairs. Nearest valid: null.",
                     (f"model.{name}", "task"),
                 )
         if config.train.noise_every:

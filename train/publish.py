@@ -43,7 +43,7 @@ def failures(config: Config) -> Iterator[Failure]:
     if config.publish.path is not None and not find(config.task).adapts:
         yield Failure(
             f"publish.path={config.publish.path}: servers read decoders, and task={config.task} "
-            "trains none. Nearest valid: publish.path=None.",
+            "trains none. Nearest valid: publish.path=null.",
             ("publish.path", "task"),
         )
 

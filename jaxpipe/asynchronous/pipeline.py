@@ -444,7 +444,7 @@ def _check_arguments(
             "An asynchronous pipeline runs whole sequences: make its Pipeline without slices."
         )
     if pipe.layout.layers.own_arrays:
-        rule = "has no room for versions of weights, which lie in one stacked array per parameter"
+        rule = "is not supported: versions of weights need one stacked array per parameter"
         problems.append(Problem("weights", pipe.options.weights, rule, {"weights": "stacked"}))
     if pipe.model.uses_axes:
         problems.append(
@@ -455,18 +455,18 @@ def _check_arguments(
         problems.append(
             "An asynchronous pipeline trains all parameters: make its Pipeline without `trainable`."
         )
-    rule = "has no place in an asynchronous pipeline, which keeps weights in versions"
+    rule = "is not supported in an asynchronous pipeline, which keeps versions of the weights"
     if pipe.options.compute_dtype is not None:
         problems.append(Problem("compute_dtype", str(pipe.options.compute_dtype), rule, (None,)))
     if pipe.options.fp8 != ():
         problems.append(Problem("fp8", pipe.options.fp8, rule, ((),)))
     if pipe.options.residuals != "device":
-        rule = "would leave the host between calls: what is in flight is a part of the state"
+        rule = "is not supported in an asynchronous pipeline, whose state includes its residuals"
         problems.append(Problem("residuals", pipe.options.residuals, rule, ("device",)))
     if SHARED in pipe.layout.outer:
         problems.append(
-            "params['shared'] has no place in an asynchronous pipeline, whose stages update their "
-            "weights at different times; give every layer its own."
+            "params['shared'] is not supported in an asynchronous pipeline, whose stages update "
+            "their weights at different times; give every layer its own."
         )
     problems += below_one({"rescheduling_steps": rescheduling_steps})
     if discrepancy_decay is not None and not 0 < discrepancy_decay < 1:

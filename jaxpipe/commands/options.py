@@ -59,7 +59,7 @@ def _of_options(problem: Problem | str) -> Problem | str:
 
 def say_written(path: Path) -> None:
     """Says on standard error which file was written: the output may go to another program."""
-    print(f"{path} is written", file=sys.stderr)
+    print(f"Wrote {path}", file=sys.stderr)
 
 
 def parse_costs(text: str, *, option: str = "costs") -> Costs:
@@ -110,8 +110,8 @@ def layers_of_model(
         rule = "needs $layer_costs, the time of F,B,W of one of them"
         problems.append(Problem("layers", layers, rule, (), {"layer_costs": None}))
     elif None not in both.values():
-        rule = "and $stage_costs say the same"
-        problems.append(Problem("layer_costs", layer_costs, rule, (None,), both))
+        rule = "cannot be combined with $stage_costs: give one of them"
+        problems.append(Problem("layer_costs", layer_costs, rule, (), both))
     elif layer_costs is not None and layers is None:
         rule = "needs $layers, the layers of the whole model"
         problems.append(Problem("layer_costs", layer_costs, rule, (), {"layers": None}))
@@ -139,8 +139,8 @@ def check_size(stages: int, microbatches: int, chunks: int) -> None:
         if made > limit:
             nearest = f"a product of {limit}" if " and " in options else f"--stages {limit}"
             raise ValueError(
-                f"{options}: {made} {what}, beyond {limit}: such a schedule does not fit in "
-                f"memory.\nNearest valid: {nearest}."
+                f"{options} make {made} {what}, and a schedule that fits in memory has at most "
+                f"{limit}.\nNearest valid: {nearest}."
             )
 
 
@@ -154,8 +154,9 @@ def check_table(schedule: Schedule) -> None:
     ):
         if num_ticks * count > limit:
             raise ValueError(
-                f"Schedule {schedule.name!r} has {num_ticks} ticks and {count} {what}, a product "
-                f"beyond {limit}: its clocks do not fit in memory.\nNearest valid: {limit}."
+                f"Schedule {schedule.name!r} is too large to time and draw: {num_ticks} ticks x "
+                f"{count} {what} = {num_ticks * count}, and the limit is {limit}. Use fewer stages "
+                "or microbatches."
             )
 
 

@@ -115,8 +115,8 @@ def show(
       recompute_segment: for an asynchronous method, stages that run forward again together.
       clock: device, the clock of the program on GPUs; or free, as papers draw it, on which stages
         wait only for inputs. A page has both.
-      format: what to write; by default the format of --out's ending, or else text. html is a page
-        to look into with a browser: zoom, what is where, tick by tick, memory.
+      format: what to write; by default the format of --out's extension, or else text. html is a
+        page to look into with a browser: zoom, what is where, tick by tick, memory.
       out: the file to write; without it, the schedule goes to standard output.
     """
     written = _chosen_format(format, out)
@@ -237,7 +237,7 @@ def _chosen_format(format: _Format | None, out: Path | None) -> str:
         if out is not None and meant is None and out.suffix.lower() not in ("", ".txt"):
             endings = ", ".join([*_ENDINGS, ".txt"])
             raise ValueError(
-                f"--out {out} ends in {out.suffix}, which is no format's ending: {endings}.\n"
+                f"--out {out} ends in {out.suffix}, which no format has: {endings}.\n"
                 f"Nearest valid: --out {out.with_suffix('.svg')}, or --format text."
             )
         return meant or "text"

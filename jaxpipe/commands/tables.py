@@ -102,7 +102,7 @@ class OnDevices:
         if not 0 <= self.exposed <= 1:
             problems.append(Problem("exposed", self.exposed, "must be a share, 0 to 1", (0.1, 1)))
         if self.zero not in range(4):
-            problems.append(Problem("zero", self.zero, "is no level of ZeRO", (0, 1, 2, 3)))
+            problems.append(Problem("zero", self.zero, "is not a level of ZeRO", (0, 1, 2, 3)))
         return problems
 
     def uncounted(self, model: ModelSizes, slices: int) -> list[Problem]:
@@ -330,10 +330,10 @@ def _print_predictions(predictions: Mapping[str, Prediction], reasons: Mapping[s
 
 
 def _instead(**given: object) -> list[Problem]:
-    """Lists the options that --layer-model replaces, or does not go with."""
+    """Lists the options that --layer-model replaces, or cannot be combined with."""
     others = {"layer_model": None}
     return [
-        Problem(name, value, "does not go with $layer_model", (None,), others)
+        Problem(name, value, "cannot be combined with $layer_model", (None,), others)
         for name, value in given.items()
         if value is not None
     ]

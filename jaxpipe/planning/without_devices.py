@@ -50,7 +50,7 @@ def h100s(count: int) -> Sequence[jax.Device]:
     """
     per_host = min(count, GPUS_PER_HOST)
     if count % per_host:
-        rule = f"is no number of whole hosts of {GPUS_PER_HOST}"
+        rule = f"is not a number of whole hosts of {GPUS_PER_HOST}"
         refuse([Problem("count", count, rule, (count - count % per_host,))])
     try:
         found = topologies.get_topology_desc(

@@ -88,11 +88,11 @@ def arguments(
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
     """Yields why a schedule cannot run on a mesh; ``axes`` is None if the mesh has none such."""
     if axes is not None and axes.num_stages(mesh) != schedule.num_stages:
-        rule = f"it was built for {schedule.num_stages} stages"
+        rule = f"the schedule was built for {schedule.num_stages} stages"
         nearest = {axes.stage: schedule.num_stages}
         yield Problem("mesh", dict(mesh.shape), rule, nearest, schedule=schedule.name)
     if schedule.name in GUESTS:
-        rule = "is no order of one step: AsyncPipeline executes it, made from a Pipeline of one"
+        rule = "is asynchronous: run it with AsyncPipeline, made from a synchronous Pipeline"
         yield Problem("schedule", schedule.name, rule, ("1f1b",))
 
 
@@ -246,7 +246,7 @@ def _of_compute_dtype(dtype: DTypeLike, layers: Shapes) -> Iterator[Problem]:
     try:
         narrow = jnp.dtype(dtype)
     except TypeError:
-        yield Problem("compute_dtype", dtype, "is no dtype", examples)
+        yield Problem("compute_dtype", dtype, "is not a dtype", examples)
         return
     if not jnp.issubdtype(narrow, jnp.floating):
         yield Problem("compute_dtype", str(narrow), "is not floating point", examples)
@@ -314,7 +314,7 @@ def _layer_numbers(
             )
         return
     if isinstance(layer_counts, str) or not hasattr(layer_counts, "__len__"):
-        yield Problem("layer_counts", layer_counts, "is no sequence of numbers")
+        yield Problem("layer_counts", layer_counts, "is not a sequence of numbers")
     elif len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
         rule = (
             f"must be {virtual_stages} numbers, one per virtual stage of schedule "
@@ -390,10 +390,11 @@ def _sequences(tree: Tree, num_slices: int) -> Iterator[str]:
     }
     distinct = sorted(set(lengths.values()))
     if len(distinct) != 1:
-        shown = ", ".join(f"{at} has {n}" for at, n in lengths.items()) or "no array has any"
+        lengths_found = ", ".join(f"{at}: {n}" for at, n in lengths.items()) or "no sequence"
         yield (
             f"The schedule cuts sequences into {num_slices} slices, so the arrays of a batch must "
-            f"be [rows, sequence, ...], of one length, or [rows]; of second dimensions {shown}."
+            "be [rows] or [rows, sequence, ...], with one sequence length; found "
+            f"{lengths_found}."
         )
     elif length := distinct[0] % num_slices:
         below = distinct[0] - length

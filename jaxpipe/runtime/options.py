@@ -90,7 +90,7 @@ class Options:
         elif self.zero not in (0, 1, 2, 3):
             yield Problem("zero", self.zero, "is not a level", (min(max(self.zero, 0), 3),))
         if self.weights not in LAYOUTS:
-            rule = f"is no layout; choose one of {', '.join(LAYOUTS)}"
+            rule = f"is not a layout; choose one of {', '.join(LAYOUTS)}"
             yield Problem("weights", self.weights, rule)
         if not _is_number(self.weight_slots) or self.weight_slots < 1:
             yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
@@ -101,7 +101,7 @@ class Options:
         elif self.residuals != "device":
             yield from host.problems("residuals", self.residuals, mesh)
         if self.pair_layers not in (None, True, False):
-            yield Problem("pair_layers", self.pair_layers, "is no choice", (None, True, False))
+            yield Problem("pair_layers", self.pair_layers, "is not a choice", (None, True, False))
 
     @property
     def narrows(self) -> bool:

@@ -125,7 +125,7 @@ BUILT_IN = (
     *_split_and_fused(
         "hanayo", hanayo, "v/2 waves down and up the stages", "arXiv 2308.15762", reordered=True
     ),
-    _reordered("zb-h1", zb_h1, "1F1B, W deferred until memory is level", _ZERO_BUBBLE),
+    _reordered("zb-h1", zb_h1, "1F1B with split backwards, in 1F1B's memory", _ZERO_BUBBLE),
     _reordered("zb-h2", zb_h2, "1F1B with twice the warm-up, W fills the cool-down", _ZERO_BUBBLE),
     _reordered("interleaved-zb", interleaved_zb, "1F1B over chunks, W deferred", _ZERO_BUBBLE),
     _on_v("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other", _DUALPIPE),
@@ -135,8 +135,8 @@ BUILT_IN = (
         "Forward and backward in pairs, as published",
         _DUALPIPE,
     ),
-    _reordered_v("zb-v", zb_v, "Zero bubble in a stage's span on the V placement", _ZERO_BUBBLE),
-    _reordered_v("v-zb", v_zb, "The V block with ZB-V's strides", _CONTROLLABLE_MEMORY),
+    _reordered_v("zb-v", zb_v, "Zero bubble on a V placement, in 1F1B's memory", _ZERO_BUBBLE),
+    _reordered_v("v-zb", v_zb, "ZB-V as a V building block", _CONTROLLABLE_MEMORY),
     _reordered_v("v-half", v_half, "Half of 1F1B's activations", _CONTROLLABLE_MEMORY),
     _reordered_v("v-min", v_min, "A third of 1F1B's activations", _CONTROLLABLE_MEMORY),
     _reordered_v(
@@ -383,7 +383,7 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
         if option not in given or option in (*entry.defaults, *MEASURES):
             continue
         readers = ", ".join(other.name for other in entries() if option in other.defaults)
-        rule, nearest, note = "it does not read it", None, f"Read by {readers}."
+        rule, nearest, note = "the schedule has no such option", None, f"Used by {readers}."
         if option == "num_chunks" and entry.chunks is not None:
             count_in_words = "1 chunk" if entry.chunks == 1 else f"{entry.chunks} chunks"
             rule, nearest, note = f"each of its stages holds {count_in_words}", entry.chunks, ""
@@ -395,8 +395,8 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
 
 def _unknown(name: str) -> Problem:
     if name in GUESTS:
-        why = "never drains the pipeline, so no order of actions describes it"
-        rule = f"{why}: AsyncPipeline and train.py train with it"
+        rule = "never drains the pipeline, so it has no order of actions"
+        rule += ": use it with AsyncPipeline or train.py"
         return Problem("name", name, rule, ("1f1b",))
     names = [*(entry.name for entry in entries()), *GUESTS]
     near = _nearest(name, names)

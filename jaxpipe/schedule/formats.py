@@ -246,7 +246,7 @@ def from_json(data: Any) -> Schedule:
     except KeyError as error:
         raise ScheduleError(f"A schedule in JSON needs {error}.") from None
     except (AttributeError, TypeError, ValueError) as error:
-        raise ScheduleError(f"This is no schedule in JSON: {error}") from None
+        raise ScheduleError(f"This is not a schedule in JSON: {error}") from None
     validate(schedule)
     return schedule
 
@@ -315,7 +315,9 @@ def _load_function(
         raise ValueError(f"{name} {unsaid}.") from None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         refuse(
-            Problem(key, options[key], f"it has no parameter {key}", (None,), schedule=name)
+            Problem(
+                key, options[key], f"the function has no parameter {key}", (None,), schedule=name
+            )
             for key in sorted(options.keys() - parameters.keys())
         )
     costs = {cost: value for cost, value in clock.items() if cost in parameters}
@@ -386,7 +388,7 @@ def _function(name: str) -> Callable[..., Schedule]:
 
 
 def _no_function(name: str, reason: str) -> ArgumentError:
-    rule = f"is no function Python can import: {reason}"
+    rule = f"is not a function that Python can import: {reason}"
     note = "Nearest valid: 'module:function', for example 'my_schedules:mine'."
     return ArgumentError([Problem("name", name, rule, note=note)])
 

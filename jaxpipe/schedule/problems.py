@@ -76,12 +76,18 @@ class Problem:
         others = {name: spell(name, value) for name, value in self.others.items()}
         fits = "" if self.schedule is None else f"does not fit schedule {self.schedule!r}: "
         rule = Template(self.rule).safe_substitute(others)
+        lines = [f"{spell(self.argument, self.value)} {fits}{rule}."]
         if isinstance(self.nearest, Mapping):
             nearest = [spell(name, value) for name, value in self.nearest.items()]
         else:
-            nearest = ["leave it out" if n is None else shown(n) for n in self.nearest]
-        lines = [f"{spell(self.argument, self.value)} {fits}{rule}."]
-        lines += [f"Nearest valid: {', '.join(nearest)}."] if nearest else []
+            nearest = [shown(value) for value in self.nearest if value is not None]
+        may_leave_out = any(value is None for value in self.nearest)
+        own = spell(self.argument, None)
+        if nearest:
+            other = f", or leave {own} out" * may_leave_out
+            lines.append(f"Nearest valid: {', '.join(nearest)}{other}.")
+        elif may_leave_out:
+            lines.append(f"Leave {own} out.")
         return [*lines[:-1], f"{lines[-1]} {self.note}".rstrip()]
 
 

@@ -272,7 +272,7 @@ def test_streamed_text_goes_on_where_it_was(trainer, tmp_path):
     trainer.run("--run-dir", broken, "--data.rows", rows, "--resume")
     assert_same_run(broken, whole)
     finished = trainer.run("--run-dir", broken, "--resume", status=2)
-    assert "error: data.rows=None has not the order of the checkpoint" in finished.err
+    assert "error: data.rows=null cannot continue the order of the checkpoint" in finished.err
 
 
 def test_a_dry_run_writes_nothing(toy_trainer, tmp_path):

@@ -126,7 +126,7 @@ LATENT = {"kv_rank": 4, "rotary_size": 3, "value_size": 9, "qk_norm": True}
         (
             *(GPT, LATENT),
             """num_kv_heads=2 must be num_heads=4 with kv_rank=4.
-            qk_norm=True does not go with kv_rank=4.
+            qk_norm=True cannot be combined with kv_rank=4.
             rotary_size=3 must be even.
             value_size=9 must be at most head_size=4 + rotary_size=3.""",
         ),

@@ -140,7 +140,7 @@ def test_what_is_no_file_of_this_size_is_not_read(folder, name):
         hugging_face.load(folder)
     (folder / name).unlink()
     (folder / name).symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match=f"{name} cannot be read: it is no regular file"):
+    with pytest.raises(ValueError, match=f"{name} cannot be read: it is not a regular file"):
         hugging_face.load(folder)
     (folder / name).unlink()
     (folder / name).mkdir()
@@ -418,7 +418,7 @@ def test_parameters_that_are_not_the_configs_are_not_written(tmp_path, family):
         f"{path} is missing.": lambda x: None,
     }
     wrong = {message: changed(change) for message, change in wrong.items()}
-    wrong["params/more is no part of the model."] = {**params, "more": np.zeros(3)}
+    wrong["params/more is not a part of the model."] = {**params, "more": np.zeros(3)}
     for message, tree in wrong.items():
         with pytest.raises(ValueError, match="params") as error:
             hugging_face.save(tmp_path / "out", config, tree, state)

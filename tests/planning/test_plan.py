@@ -314,7 +314,7 @@ ON_DEVICES = ["plan", "--devices", "4", "--device", "h100"]
     [
         (["--chunks", "0"], "--chunks 0 must be at least 1"),
         (["--batch", "31"], "--batch 31 must be rows for --microbatches 4 on --data 4 shards"),
-        (["--layers", "4"], "--layers 4 does not go with --layer-model"),
+        (["--layers", "4"], "--layers 4 cannot be combined with --layer-model"),
         (["--remat", "dots"], "--tensor 1 with --context 1, --expert 1, --remat dots"),
         (["--slices", "2"], "--remat none and --slices 2 was not counted"),
         (["--expert", "3"], "--replica 1 and --expert 3 must divide --data 4 shards together"),

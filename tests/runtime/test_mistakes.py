@@ -293,7 +293,8 @@ MISTAKES = [
     (lambda: build(schedule="pipemare"), "schedule='pipemare' never drains", "AsyncPipeline"),
     (lambda: build(
         schedule=jaxpipe.schedules.build("1f1b", stages=2, microbatches=4), microbatches=8),
-     "microbatches=8 is for a schedule that is given by its name", "leave it out, 4."),
+     "microbatches=8 is for a schedule that is given by its name",
+     "Nearest valid: 4, or leave microbatches out."),
     (lambda: build(mesh=2), "mesh is 2; it must be a mesh, such as jaxpipe.make_mesh returns."),
     (lambda: jaxpipe.make_mesh(stage=2, data=4, replica=3),
      "replica=3 does not divide data=4.\nNearest valid: 1, 2, 4"),
@@ -307,7 +308,7 @@ MISTAKES = [
       for found in ([], 3, "cpu", [0, 1], {*jax.devices()}, jax.devices()[:1] * 2)),
 ]
 OPTIONS = [
-    ("tied", {"weights": "rows"}, "weights='rows' is no layout; choose one of stacked, unrolled"),
+    ("tied", {"weights": "rows"}, "weights='rows' is not a layout; choose one of stacked, unroll"),
     ("uneven", {"weights": "unrolled"},
      "weights='unrolled' needs layers that are alike, and these are a tuple"),
     ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
@@ -317,10 +318,10 @@ OPTIONS = [
     ("tied", {"weight_slots": True}, "weight_slots=True holds no chunk."),
     ("tied", {"zero": True}, "zero=True is not a level.\nNearest valid: 0, 1, 2, 3"),
     ("tied", {"zero": 5}, "zero=5 is not a level.\nNearest valid: 3"),
-    ("tied", {"layer_counts": 4}, "layer_counts=4 is no sequence of numbers."),
+    ("tied", {"layer_counts": 4}, "layer_counts=4 is not a sequence of numbers."),
     # The dtype that layers compute in.
     ("tied", {"compute_dtype": "bf17"},
-     "compute_dtype='bf17' is no dtype.\nNearest valid: 'bfloat16'"),
+     "compute_dtype='bf17' is not a dtype.\nNearest valid: 'bfloat16'"),
     ("tied", {"compute_dtype": "int8"}, "compute_dtype='int8' is not floating point"),
     ("tied", {"compute_dtype": "float32"}, "compute_dtype='float32' is as wide as the layers'"),
     ("tied", {"full_precision": "*bias*"}, "full_precision needs compute_dtype or fp8"),

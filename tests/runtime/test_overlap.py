@@ -125,7 +125,7 @@ def test_pairs_are_the_default_where_matmuls_can_hide_what_layers_communicate(mo
     ("name", "schedule", "pairs", "text"),
     [
         ("tied", "1f1b", True, "schedule '1f1b' overlaps no forward with a backward"),
-        ("tied", V, "yes", "pair_layers='yes' is no choice"),
+        ("tied", V, "yes", "pair_layers='yes' is not a choice"),
         ("uneven", V, True, "pair_layers=True runs layers that are alike"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
         out = tmp_path / file
         assert main(["show", "gpipe", *SHAPE, *arguments, "--out", str(out)]) == 0
         assert out.read_text().startswith(start)
-        assert capsys.readouterr() == ("", f"{out} is written\n")
+        assert capsys.readouterr() == ("", f"Wrote {out}\n")
 
 
 @pytest.mark.parametrize("width", [40, 80])
@@ -209,17 +209,20 @@ PIPEMARE = ["show", "pipemare", "--stages", "2", "--microbatches"]
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["show", "1f1b", *TOO_LARGE], "fit in memory.\nNearest valid: a product of 5000000."),
+        (["show", "1f1b", *TOO_LARGE], "at most 5000000.\nNearest valid: a product of 5000000."),
         (["show", "1f1b", "--stages", "5000000", "--microbatches", "1"], "valid: --stages 4096."),
         (["show", "1f1b"], "needs --stages and --microbatches"),
         # A function of a user's own; nobody looks for one where the numbers cannot be.
         (["show", GPIPE], "needs --stages and --microbatches"),
         (
             ["show", GPIPE, *SHAPE, "--chunks", "2"],
-            "no parameter num_chunks.\nNearest valid: leave",
+            "no parameter num_chunks.\nLeave --chunks out.",
         ),
         (["show", "json:f", *SHAPE], "has no attribute 'f'"),
-        (["show", "json:f", *TOO_LARGE], "passes, beyond 5000000"),
+        (
+            ["show", "json:f", *TOO_LARGE],
+            "passes, and a schedule that fits in memory has at most 50",
+        ),
         (["show", "json:f", *SHAPE, "--memory-limit", "0"], "--memory-limit 0.0 must be above 0"),
         # The steady state of an asynchronous method.
         (["show", "pipemare"], "needs --stages and --microbatches"),
@@ -238,7 +241,7 @@ PIPEMARE = ["show", "pipemare", "--stages", "2", "--microbatches"]
             ["show", "zb-v", *SHAPE, *MODEL, "--costs", "1,2,1"],
             "--costs 1,2,1 is of a chunk: --lay",
         ),
-        (["show", "gpipe", *SHAPE, "--out", "a.pdf"], "--out a.pdf ends in .pdf, which is no"),
+        (["show", "gpipe", *SHAPE, "--out", "a.pdf"], "--out a.pdf ends in .pdf, which no format"),
         (["show", "gpipe", *SHAPE, "--format", "text", "--out", "a.svg"], "--out a.txt"),
         (["show", "gpipe", *SHAPE, "--out", "/no/such/folder/a.txt"], "/no/such/folder/a.txt"),
         (["show", "qqq", *SHAPE], "'qqq' is not a known schedule. All: gpipe, "),
@@ -252,7 +255,7 @@ PIPEMARE = ["show", "pipemare", "--stages", "2", "--microbatches"]
         (["validate", "no.csv"], "no.csv cannot be used: No such file or directory."),
         (
             ["plan", "--sizes", "/dev/zero", "--devices", "2", "--device", "h100"],
-            "/dev/zero cannot be used: it is no regular file.",
+            "/dev/zero cannot be used: it is not a regular file.",
         ),
     ],
 )
@@ -273,8 +276,8 @@ def test_mistakes_in_the_command_line_itself_exit_with_status_2(capsys, argument
 @pytest.mark.parametrize(
     ("rows", "microbatches", "expected"),
     [
-        (4000, 1, "'mine' has 8000 ticks and 4000 stages, a product beyond 10000000"),
-        (1, 30_000, "'mine' has 60000 ticks and 30000 microbatches of a chunk in flight"),
+        (4000, 1, "8000 ticks x 4000 stages = 32000000, and the limit is 10000000. Use"),
+        (1, 30_000, "60000 ticks x 30000 microbatches of a chunk in flight = 1800000000, and"),
     ],
 )
 def test_schedules_that_no_clock_can_hold_are_refused(

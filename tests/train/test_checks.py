@@ -35,9 +35,9 @@ NEAREST = {
     "data.mix: {data/code: .nan}": "1e-06",
     # Schedules, and what they read.
     "pipeline.schedule: 1f1p": "'1f1b'.",
-    "data.document_tokens: 9": "data.document_tokens=None, or data.documents=packed.",
+    "data.document_tokens: 9": "data.document_tokens=null, or data.documents=packed.",
     "pipeline.sequence_slices: 3": "model.sequence_length=15 or 18.",
-    "pipeline.compute_dtype: bfloat16": "model.dtype=bfloat16, or no pipeline.compute_dtype.",
+    "pipeline.compute_dtype: bfloat16": "model.dtype=bfloat16, or pipeline.compute_dtype=null.",
     "pipeline.update: chunk": "optimizer.clip_norm=0, or pipeline.update=step.",
     "pipeline.update: chunk, optimizer.clip_norm: 0, pipeline.weights: unrolled": (
         "pipeline.weights=stacked, or pipeline.update=step."
@@ -45,7 +45,7 @@ NEAREST = {
     "pipeline.pair_layers: true": "null, or pipeline.schedule=dualpipe-v-published",
     # Adapters and frozen parameters.
     "lora.rank: 4, lora.targets: [v_porj]": "v_proj or ",
-    "lora.rank: 4, lora.targets: [mlp/uo]": "mlp/up or mlp/down. There are",
+    "lora.rank: 4, lora.targets: [mlp/uo]": "mlp/up or mlp/down. Linear maps",
     "lora.rank: 4, lora.targets: []": (
         "attention/out, attention/qkv/query, attention/qkv/key, attention/qkv/value, mlp/down,"
     ),
@@ -53,13 +53,13 @@ NEAREST = {
     "lora.rank: 4, pipeline.schedule: 2bw": "pipeline.schedule=1f1b.",
     "lora.rank: 4, lora.dropout: 0.1, mesh.tensor: 2": "lora.dropout=0, or mesh.tensor=1.",
     "lora.rank: 4, lora.base: nf4, mesh.tensor: 4": "lora.base=int8, or mesh.tensor=1.",
-    "lora.rank: 4, lora.base: int8, pipeline.fp8: '*kernel'": "pipeline.fp8=None.",
+    "lora.rank: 4, lora.base: int8, pipeline.fp8: '*kernel'": "pipeline.fp8=null.",
     "lora.rank: 4, lora.base: int8, train.trainable: ['layers/*']": (
         "lora.base=float32, or a pattern"
     ),
     "lora.rank: 4, optimizer.ema_decay: 0.9": "optimizer.ema_decay=0.",
     "train.trainable: [layers/mlp/upp/kernel]": "layers/mlp/up/kernel",
-    "train.trainable: []": "None, for all.",
+    "train.trainable: []": "null, for all.",
     # Devices that share a layer.
     "mesh.tensor: 8, model.num_heads: 4": "model.num_heads=8, or mesh.tensor=4.",
     "mesh.tensor: 4, model.num_heads: 12, model.num_kv_heads: 3, model.head_size: 4": (
@@ -73,20 +73,20 @@ NEAREST = {
     # Asynchronous schedules.
     "pipeline.schedule: 2bw, pipeline.microbatches: 2": "pipeline.microbatches=3.",
     "pipeline.schedule: 2bw, pipeline.update: chunk": "step.",
-    "pipeline.schedule: 2bw, pipeline.fp8: '*kernel'": "none.",
-    "pipeline.schedule: 2bw, pipeline.compute_dtype: bfloat16, model.dtype: bfloat16": "none.",
+    "pipeline.schedule: 2bw, pipeline.fp8: '*kernel'": "null.",
+    "pipeline.schedule: 2bw, pipeline.compute_dtype: bfloat16, model.dtype: bfloat16": "null.",
     "pipeline.schedule: pipedream, pipeline.residuals: host": "device.",
     "pipeline.schedule: pipedream, asynchronous.discrepancy_decay: 0.2": "0.",
     "pipeline.schedule: pipemare, pipeline.weights: unrolled": "stacked.",
     "pipeline.schedule: pipemare, mesh.tensor: 2": "mesh.tensor=1, or pipeline.schedule=1f1b.",
     "pipeline.update: chunk, optimizer.clip_norm: 0, model.qk_clip: 30": (
-        "model.qk_clip=None, or pipeline.update=step."
+        "model.qk_clip=null, or pipeline.update=step."
     ),
     "pipeline.sequence_slices: 2, model.mtp_loss: 0.1": (
-        "pipeline.sequence_slices=1, or model.mtp_loss=None."
+        "pipeline.sequence_slices=1, or model.mtp_loss=null."
     ),
     "pipeline.schedule: pipemare, model.num_experts: 4, model.bias_speed: 0.1": (
-        "model.bias_speed=None, or pipeline.schedule=1f1b."
+        "model.bias_speed=null, or pipeline.schedule=1f1b."
     ),
     "pipeline.schedule: pipemare, asynchronous.recompute_segment: 3": (
         "asynchronous.recompute_segment=2."
@@ -95,7 +95,7 @@ NEAREST = {
     "pipeline.schedule: pipemare, optimizer.ema_decay: 0.9": "optimizer.ema_decay=0.",
     "pipeline.schedule: pipemare, distributed.copy_every: 5": "0, or pipeline.schedule=1f1b.",
     "asynchronous.warmup_steps: 3": "0, or pipeline.schedule=pipemare.",
-    "asynchronous.rescheduling_steps: 0": "None, or pipeline.schedule=pipemare.",
+    "asynchronous.rescheduling_steps: 0": "null, or pipeline.schedule=pipemare.",
     # Optimizers.
     "optimizer.name: muno": "muon",
     "optimizer.offload: true, optimizer.max_skipped: 3": "optimizer.offload=False",
@@ -108,7 +108,7 @@ NEAREST = {
 SAID = {
     "model.vocab_size: 299": "model.vocab_size=299 is smaller than the tokenizer's 300 tokens",
     "pipeline.chunks: 2": "pipeline.chunks=2 does not fit schedule '1f1b'",
-    "pipeline.schedule: zb-v, pipeline.sequence_slices: 4": "'zb-v': it does not read it.",
+    "pipeline.schedule: zb-v, pipeline.sequence_slices: 4": "the schedule has no such option.",
     "pipeline.schedule: 2bw, pipeline.sequence_slices: 2": "which runs whole sequences",
     "pipeline.schedule: pipemare, pipeline.chunks: 2": "'pipemare': each of its stages holds 1",
     "asynchronous.discrepancy_decay: 1.0": "=1.0 must be at least 0 and below 1.",
@@ -175,7 +175,7 @@ def test_a_folder_has_a_name(make, field, nearest, value):
 
 def test_text_must_be_of_characters(make):
     (message,) = _messages(make({"sample.prompt": "a\ud800"}))
-    assert message == "sample.prompt='a\\ud800' has '\\ud800', which is no character."
+    assert message == "sample.prompt='a\\ud800' contains '\\ud800', which text cannot have."
 
 
 def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):

@@ -130,7 +130,7 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
         "whole": f"schedule and partition as recorded in {path}\n",
         "damaged": f"{anew}it is not a record: ",
         "nested": f"{anew}it is not a record: it nests too deeply",
-        "a folder": f"{anew}[Errno 22] it is no regular file",
+        "a folder": f"{anew}[Errno 22] it is not a regular file",
     }
     assert said.getvalue().startswith(lines.get(kind, ""))
     assert said.getvalue().count("\n") == (kind in lines)

@@ -55,7 +55,7 @@ def test_a_folder_may_have_such_a_name(tmp_path):
 
 def test_weights_that_are_no_run_have_no_checkpoints(model):
     for which in ("ema", "best"):
-        with pytest.raises(ValueError, match=f"{model} is no run: it has no checkpoints"):
+        with pytest.raises(ValueError, match=f"{model} is not a run: it has no checkpoints"):
             initial.described(initial.parse(f"{model}@{which}"))
 
 

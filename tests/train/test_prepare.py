@@ -324,7 +324,7 @@ def test_the_ids_of_the_model_beside_it_come_first(with_tokenizer):
     ("name", "content", "message"),
     [
         ("tokenizer.json", None, "holds no tokenizer.json"),
-        ("tokenizer.json", "{", "tokenizer.json is no tokenizer that can be read"),
+        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer that can be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
         ("tokenizer_config.json", "{}", "does not say which token ends a text"),
         ("tokenizer_config.json", '{"eos_token": "<end>"}', "and has '<end>'"),

@@ -94,7 +94,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
     except Exception as error:  # tokenizers raises `Exception` itself for a file it cannot read
-        rule = "is no tokenizer that can be read"
+        rule = "is not a tokenizer that can be read"
         raise ValueError(f"{folder / TOKENIZER_FILE} {rule}: {error}.") from error
     tokenizer.encode_special_tokens = True
     return tokenizer

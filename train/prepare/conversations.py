@@ -135,7 +135,7 @@ class ChatTemplate:
         try:
             messages = json.loads(line)["messages"]
             if not all(isinstance(message["role"], str) for message in messages):
-                raise TypeError("a role is no text")
+                raise TypeError("a role is not text")
             messages = [
                 {name: _readable(value) for name, value in message.items()} for message in messages
             ]

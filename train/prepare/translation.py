@@ -343,7 +343,7 @@ def read_catalogue(path: Path, locale: str, skipped: Counter[str]) -> Iterator[P
                 gettext.GNUTranslations(file)  # polib does not notice that a file was cut short
             catalogue = polib.mofile(str(path), encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no catalogue in UTF-8: {error}.") from error
+        raise ValueError(f"{path} is not a catalogue in UTF-8: {error}.") from error
     except (OSError, struct.error) as error:  # includes polib's own errors, with the line
         raise ValueError(f"{path} cannot be read: {error}.") from error
     for entry in catalogue:

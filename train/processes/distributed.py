@@ -184,7 +184,7 @@ def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
         except ValueError as error:
             # Open MPI 5, for example, gives no address.
             raise refused(
-                f"distributed.coordinator=None, and the launcher of {processes.count} processes "
+                f"distributed.coordinator=null, and the launcher of {processes.count} processes "
                 "does not say where process 0 is. Pass --distributed.coordinator HOST:PORT.",
                 "distributed.coordinator",
             ) from error

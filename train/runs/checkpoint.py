@@ -19,7 +19,7 @@ from jaxpipe.checkpoint import DamagedError, Found, reading
 from models.types import PyTree
 from train import adapters, configured, tasks
 from train.config import Config, upgraded
-from train.errors import Failure, refused
+from train.errors import Failure, in_yaml, refused
 from train.optimizers import AVERAGE
 from train.step import TrainState
 
@@ -245,18 +245,19 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
     if before.train.trainable != config.train.trainable:
         failures.append(
             Failure(
-                f"train.trainable={config.train.trainable} cannot continue the optimizer's state "
-                f"of the checkpoint in run_dir={config.run_dir}. Nearest valid: "
-                f"{before.train.trainable}, or another --run-dir.",
+                f"train.trainable={in_yaml(config.train.trainable)} cannot continue the optimizer "
+                f"state of the checkpoint in run_dir={config.run_dir}. Nearest valid: "
+                f"{in_yaml(before.train.trainable)}, or another --run-dir.",
                 ("train.trainable",),
             )
         )
+    rows, rows_before = in_yaml(config.data.rows), in_yaml(before.data.rows)
     if (before.data.rows is None) != (config.data.rows is None):
         failures.append(
             Failure(
-                f"data.rows={config.data.rows} has not the order of the checkpoint in run_dir="
-                f"{config.run_dir}, which has data.rows={before.data.rows}. Nearest valid: "
-                f"{before.data.rows}; or begin another --run-dir with the same weights: "
+                f"data.rows={rows} cannot continue the order of the checkpoint in run_dir="
+                f"{config.run_dir}, which has data.rows={rows_before}. Nearest valid: "
+                f"{rows_before}; or begin another --run-dir with the same weights: "
                 f"--init-from {config.run_dir}.",
                 ("data.rows",),
             )

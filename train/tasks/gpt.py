@@ -196,7 +196,7 @@ class GPT(Task):
             if text.read_meta(settings.path).conversations:
                 raise ValueError(
                     f"data.path={settings.path} holds conversations, and data.rows={settings.rows} "
-                    "texts of which all is predicted. Nearest valid: data.rows=None."
+                    "texts of which all is predicted. Nearest valid: data.rows=null."
                 )
             for _ in self._shards()[0].texts():
                 return

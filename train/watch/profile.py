@@ -13,7 +13,7 @@ from jaxpipe import measure
 from jaxpipe.schedule import Timeline, page, timelines, trace
 from train import configured
 from train.config import Config
-from train.errors import Failure, refused
+from train.errors import Failure, in_yaml, refused
 from train.runs import run_folder
 from train.step import Setup, TrainState
 
@@ -26,16 +26,16 @@ def failures(config: Config) -> Iterator[Failure]:
     at = config.train.timeline_at
     if at is not None and configured.is_asynchronous(config):
         yield Failure(
-            f"train.timeline_at={at} does not go with "
+            f"train.timeline_at={at} cannot be combined with "
             f"pipeline.schedule='{config.pipeline.schedule}', which never drains: no call is a "
-            "whole step. Nearest valid: leave it out.",
+            "whole step. Nearest valid: null.",
             ("train.timeline_at", "pipeline.schedule"),
         )
     first, last = config.train.profile_from, config.train.profile_to
     if last is not None and (first is None or last < first):
         yield Failure(
-            f"train.profile_to={last} must not lie before train.profile_from={first}. Nearest "
-            f"valid: train.profile_from={last}.",
+            f"train.profile_to={last} must not lie before train.profile_from={in_yaml(first)}. "
+            f"Nearest valid: train.profile_from={last}.",
             ("train.profile_to", "train.profile_from"),
         )
 
@@ -50,7 +50,7 @@ def check_processes(config: Config) -> None:
     if at is not None and count > 1:
         raise refused(
             f"train.timeline_at={at} needs one process, and there are {count}, with a clock each. "
-            "Nearest valid: leave it out.",
+            "Nearest valid: null.",
             "train.timeline_at",
         )
 

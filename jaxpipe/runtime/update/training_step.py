@@ -230,7 +230,7 @@ UPDATES = {"step": _at_once, "chunk": _chunk_by_chunk}
 def train_step(pipe: Assembly, optimizer: optax.GradientTransformation, update: str) -> Any:
     """Makes a training step, as `Pipeline.train_step` does."""
     if update not in UPDATES:
-        rule = f"is no time to update; choose one of {', '.join(UPDATES)}"
+        rule = f"is not a time to update; choose one of {', '.join(UPDATES)}"
         refuse([Problem("update", update, rule)])
     run = UPDATES[update](pipe, optimizer)
 
