@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -299,6 +300,7 @@ def _descriptions(shape: type) -> dict[str, str]:
     descriptions = {}
     for extended in filter(dataclasses.is_dataclass, reversed(shape.__mro__)):
         for argument in docstring_parser.parse(extended.__doc__ or "").params:
-            text = " ".join((argument.description or "").split())
+            # The fields of a configuration are in YAML.
+            text = re.sub(r"\bNone\b", "null", " ".join((argument.description or "").split()))
             descriptions[argument.arg_name] = text[:1].upper() + text[1:]
     return descriptions
