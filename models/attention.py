@@ -48,13 +48,12 @@ class Attention(nnx.Module):
     def __init__(self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing, rngs: nnx.Rngs):
         self.config, self.sharing = config, sharing
         self.is_local, self.is_rotated = kind.is_local, kind.is_rotated
-        widths = config.qkv_widths
         self.qkv = Linear(
-            config.width, sum(widths.values()), bias=config.has_bias("qkv"), stddev=INIT_STDDEV,
+            config.width, sum(config.qkv_widths.values()), bias=config.has_bias("qkv"), stddev=INIT_STDDEV,
             rngs=rngs,
         )  # fmt: skip
         self.out = Linear(
-            widths["query"], config.width, bias=config.has_bias("out"),
+            config.num_heads * config.head_width, config.width, bias=config.has_bias("out"),
             stddev=config.residual_stddev, rngs=rngs,
         )  # fmt: skip
         if config.attention_sinks:
@@ -87,7 +86,11 @@ class Attention(nnx.Module):
         config, tensor, context = self.config, self.sharing.tensor, self.sharing.context
         num_rows, length, _ = qkv_BTE.shape
         queries = tensor.part(config.num_heads, "num_heads")
+        if config.attention_gate:  # which lie behind the queries
+            queries *= 2
         q_BTNH, k_BTKH, v_BTKH = tensor.heads(qkv_BTE, queries, config.head_width)
+        if config.attention_gate:
+            q_BTNH, gates_BTNH = jnp.split(q_BTNH, 2, axis=2)
         is_last = config.qk_norm_scope == "rotated"
         if config.qk_norm and not is_last:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
@@ -115,6 +118,8 @@ class Attention(nnx.Module):
             start,
             sinks_N=self.sinks[...] if config.attention_sinks else None,
         )
+        if config.attention_gate:
+            mixed_BTNH = mixed_BTNH * jax.nn.sigmoid(gates_BTNH)
         return mixed_BTNH.reshape(num_rows, length, -1), cache
 
 

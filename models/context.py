@@ -5,7 +5,7 @@ parts, and device i of c has an early one, i, and a late one, 2 c - 1 - i; on ev
 together see equally many tokens. Only attention knows of this. Either queries are a device's own,
 and keys and values are gathered (Llama Team 2024, section 3.3.2); or, where that sends fewer bytes,
 devices exchange tokens for heads: each then has the whole sequence of some heads (Jacobs et al.
-2023, DeepSpeed Ulysses).
+2023, DeepSpeed Ulysses). Linear attention exchanges states: `models.linear_attention`.
 
 Dimension suffixes: B rows, S the whole sequence, T a device's part of it, N heads, H head width.
 """
@@ -34,13 +34,20 @@ class Context:
         """Number of devices."""
         return 1 if self.axis is None else lax.axis_size(self.axis)
 
+    @property
+    def own_parts(self) -> list[jax.Array | int]:
+        """The numbers of this device's parts of a sequence."""
+        if self.axis is None:
+            return [0]
+        number = lax.axis_index(self.axis)
+        return [number, 2 * self.size - 1 - number]
+
     def own(self, x: jax.Array, dim: int) -> jax.Array:
         """Takes this device's two parts of an array that all devices have whole."""
         if self.axis is None:
             return x
-        number, length = lax.axis_index(self.axis), self._part(x.shape[dim])
-        starts = length * number, length * (2 * self.size - 1 - number)
-        parts = [lax.dynamic_slice_in_dim(x, start, length, dim) for start in starts]
+        length = self._part(x.shape[dim])
+        parts = [lax.dynamic_slice_in_dim(x, n * length, length, dim) for n in self.own_parts]
         return jnp.concatenate(parts, dim)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:

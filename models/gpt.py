@@ -24,7 +24,7 @@ from flax import nnx
 
 from jaxpipe import Appended, Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
-from models import experts, gpt_split
+from models import experts, gpt_split, linear_attention
 from models.adapters import adapted_names, attach, linear_maps
 from models.attention import Attention, Cache, empty_cache
 from models.block_attention import document_starts
@@ -42,6 +42,7 @@ from models.blocks import (
 from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
 from models.latent_attention import LatentAttention
+from models.linear_attention import LinearAttention
 from models.pieces import Pieces, in_turn, num_pieces, staggered
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor
@@ -92,15 +93,18 @@ class Block(nnx.Module):
     def __init__(
         self, config: GPTConfig, kind: LayerKind, *, sharing: Sharing = WHOLE, rngs: nnx.Rngs
     ):
-        self.config, self.sharing, self.has_pieces = config, sharing, config.in_pieces(kind)
+        self.config, self.sharing, self.kind = config, sharing, kind
         if config.pre_norm:
             self.attention_norm = _norm(config, rngs)
             if config.residual != "parallel":
                 self.mlp_norm = _norm(config, rngs)
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
-        attention = Attention if config.kv_rank is None else LatentAttention
-        self.attention = attention(config, kind, sharing=sharing, rngs=rngs)
+        if kind.is_linear:
+            self.linear_attention = LinearAttention(config, sharing=sharing, rngs=rngs)
+        else:
+            attention = Attention if config.kv_rank is None else LatentAttention
+            self.attention = attention(config, kind, sharing=sharing, rngs=rngs)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
         make = _mixture if kind.has_experts else _mlp
         self.mlp = make(config, rngs, sharing)
@@ -130,10 +134,11 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, PyTree, Cache | None]:
         """Mixes tokens, and numbers of a token, of one residual stream."""
         config, tensor = self.config, self.sharing.tensor
-        if self.has_pieces and (count := num_pieces(x, tensor)) > 1:
+        if config.in_pieces(self.kind) and (count := num_pieces(x, tensor)) > 1:
             return self._mix_pieces(Pieces(tensor, count), x, documents, cache, start)
         normed = self.attention_norm(x) if config.pre_norm else x
-        attended, cache = self.attention(normed, documents, cache, start)
+        mixer = self.linear_attention if self.kind.is_linear else self.attention
+        attended, cache = mixer(normed, documents, cache, start)
         if config.post_norm:
             attended = self.attention_post_norm(attended)
         seen, x = x, x + self._branch(self.attention_dropout, attended)
@@ -374,7 +379,7 @@ def model(
         del outer, microbatch, rng
         return sharing.whole(x if config.mtp_loss is None else x[0])
 
-    def carry(x: jax.Array, microbatch: Batch, num_slices: int) -> dict[str, Appended]:
+    def check_slices(microbatch: Batch, num_slices: int) -> None:
         needed = ["targets", *(["positions"] if config.positions == "learned" else [])]
         if missing := [name for name in needed if name not in microbatch]:
             raise ValueError(
@@ -382,11 +387,23 @@ def model(
                 "not hold the token after its last, nor know its place."
             )
         _check_length(config, num_slices * microbatch["tokens"].shape[1])
+
+    def carry(x: jax.Array, microbatch: Batch, num_slices: int) -> dict[str, Appended]:
+        check_slices(microbatch, num_slices)
         return empty_cache(config, sharing, x, microbatch, num_slices)
 
-    functions = {kind: _layer(config, kind, sharing) for kind in set(config.layer_kinds)}
-    layers = tuple(functions[kind] for kind in config.layer_kinds)
-    layer = layers[0] if config.layers_are_alike else layers
+    def linear_carry(x: jax.Array, microbatch: Batch, num_slices: int) -> linear_attention.Cache:
+        check_slices(microbatch, num_slices)
+        has_documents = "documents" in microbatch
+        return linear_attention.empty_cache(config, sharing, len(x), has_documents=has_documents)
+
+    functions = {
+        kind: (_layer(config, kind, sharing), linear_carry if kind.is_linear else carry)
+        for kind in set(config.layer_kinds)
+    }
+    layers, carries = zip(*(functions[kind] for kind in config.layer_kinds), strict=True)
+    if config.layers_are_alike:
+        layers, carries = layers[0], carries[0]
     paired_layer = None
     if tensor_axis is not None and config.layers_are_alike:
         whole = dataclasses.replace(sharing, tensor=Tensor(tensor_axis, in_pieces=False))
@@ -397,13 +414,13 @@ def model(
     own = gpt_split.of_parameters(config, outer, shapes, sharing)
     return Model(
         embed,
-        layer,
+        layers,
         head_loss,
         stateful=config.has_states,
         stage_split=split,
         axes=sharing.axes,
         axis_split=own,
-        carry=None if config.has_states or config.mtp_loss is not None else carry,
+        carry=None if config.has_states or config.mtp_loss is not None else carries,
         output=output,
         paired_layer=paired_layer,
     )
@@ -466,14 +483,19 @@ def empty_caches(config: GPTConfig, num_rows: int, length: int) -> PyTree:
 
     Returns:
       Zeros [rows, length, heads, width] for the keys and the values of each layer, in the dtype of
-      activations: stacked over layers if all are alike, else a list of them.
+      activations, or what linear attention keeps: stacked over layers if all are alike, else a list
+      of them.
     """
     x = jnp.zeros((num_rows, 1, config.width), config.compute_dtype)
     buffers = empty_cache(config, WHOLE, x, {}, length)
     layer = {name: appended.array for name, appended in buffers.items()}
+    layers = [layer] * config.num_layers
+    if config.linear_heads is not None:
+        linear = linear_attention.empty_cache(config, WHOLE, num_rows, has_documents=False)
+        layers = [linear if kind.is_linear else layer for kind in config.layer_kinds]
     if config.layers_are_alike:
-        return jax.tree.map(lambda w: jnp.zeros((config.num_layers, *w.shape), w.dtype), layer)
-    return [layer] * config.num_layers
+        return jax.tree.map(lambda *own: jnp.stack(own), *layers)
+    return layers
 
 
 def next_logits(
@@ -567,7 +589,8 @@ def flops_per_token(config: GPTConfig) -> int:
     take part in a matmul, hence no position tables, no input table that is only looked up, and only
     as many experts as a token is sent to. The second term is the attention scores and their use,
     with A the width of all heads (the mean of keys' and values') and S the tokens that a position
-    sees, not halved for causality.
+    sees, not halved for causality. In linear attention it is 18 numbers of the state: that is read
+    for the key and for the query, and written.
     Recomputation is not counted. With adapters, weights have no gradients: 4 N in place of 6 N, and
     6 for each parameter of an adapter.
     """
@@ -589,9 +612,13 @@ def flops_per_token(config: GPTConfig) -> int:
     seen = sum(
         min(config.window or length, length) if kind.is_local else length
         for kind in config.layer_kinds
+        if not kind.is_linear
     )
+    num_linear = sum(kind.is_linear for kind in config.layer_kinds)
+    state = config.value_heads * config.linear_key_size * config.linear_value_size
     per_weight = 6 if config.adapters is None else 4
-    return per_weight * num_multiplied + 6 * num_adapting + 6 * widths * seen
+    products = 6 * widths * seen + 18 * num_linear * state
+    return per_weight * num_multiplied + 6 * num_adapting + products
 
 
 def _mlp(config: GPTConfig, rngs: nnx.Rngs, sharing: Sharing) -> MLP:

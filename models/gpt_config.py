@@ -19,6 +19,7 @@ _EXPERT_COUNTS = (
     "expert_groups", "groups_per_token", "choices_per_group",
 )  # fmt: skip
 _LATENT = ("query_rank", "value_size")
+_LINEAR = ("linear_value_heads", "linear_key_size", "linear_value_size", "linear_conv")
 BIASES = ("qkv", "out", "mlp", "norm")
 """The parts of a layer that may have biases."""
 
@@ -31,12 +32,14 @@ class LayerKind(NamedTuple):
       has_experts: whether the layer has a mixture of experts in place of its MLP.
       is_further: whether the layer predicts the token after the next, behind the model's last one.
       is_rotated: whether queries and keys have rotary positions, if those of the model have.
+      is_linear: whether the layer has linear attention.
     """
 
     is_local: bool
     has_experts: bool
     is_further: bool = False
     is_rotated: bool = True
+    is_linear: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,15 @@ class GPTConfig(validation.Validated):
       attention_scale: factor of attention scores in place of that (Granite); None for none.
       attention_soft_cap: scores s become ``cap * tanh(s / cap)`` (Gemma 2); None means none.
       logit_soft_cap: likewise the logits.
+      attention_gate: attention's values are multiplied by sigmoids of the token, one for each
+        number (Qwen3-Next).
       window: tokens that a local layer sees, its own included; None if all layers are global.
+      linear_heads: key heads of linear attention by the gated delta rule (Yang et al. 2024;
+        Qwen3-Next), which layers that are not global then have; None for none.
+      linear_value_heads: value heads of linear attention, a multiple; None for as many.
+      linear_key_size: width of a key head of linear attention.
+      linear_value_size: width of a value head of linear attention.
+      linear_conv: tokens of the convolution before linear attention, the token's own included.
       attention_sinks: a learned logit per head in the denominator of the softmax (GPT-OSS).
       kv_rank: size of the latent vector from which a token's keys and values are made (DeepSeek-AI
         2024, section 2.1); None for keys and values of its own.
@@ -98,7 +109,7 @@ class GPTConfig(validation.Validated):
         beside ``head_size``. None for all.
       value_size: width of a head's values with ``kv_rank``.
       global_every: layer n is global if this divides n, counted from 1, and local otherwise (Gemma
-        2: 2, Gemma 3: 6); None with a window means that all layers are local.
+        2: 2, Gemma 3: 6); None with a window or linear attention means that no layer is global.
       global_layers: the numbers of the global layers, counted from 1, where no rule says them.
       unrotated_layers: numbers of the layers without rotary positions (SmolLM 3, Cohere 2).
       rope_theta: base of the rotary wavelengths.
@@ -200,11 +211,17 @@ class GPTConfig(validation.Validated):
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     kv_rank: int | None = None
     query_rank: int | None = None
     rotary_size: int | None = None
     value_size: int | None = None
     window: int | None = None
+    linear_heads: int | None = None
+    linear_value_heads: int | None = None
+    linear_key_size: int = 128
+    linear_value_size: int = 128
+    linear_conv: int = 4
     global_every: int | None = None
     global_layers: tuple[int, ...] | None = None
     unrotated_layers: tuple[int, ...] = ()
@@ -250,7 +267,9 @@ class GPTConfig(validation.Validated):
         optional = ("num_kv_heads", "head_size", "mlp_width", "query_scalar", "window")
         more = ("global_every", "rope_original_length", "rotary_size", "kv_rank", *_LATENT)
         dense = () if self.dense_layers == 0 else ("dense_layers",)
-        small = validation.small_counts(self, *counts, *optional, *more, *dense, *_EXPERT_COUNTS)
+        small = validation.small_counts(
+            self, *counts, *optional, *more, "linear_heads", *_LINEAR, *dense, *_EXPERT_COUNTS
+        )
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
@@ -259,9 +278,10 @@ class GPTConfig(validation.Validated):
             "attention_scale", "embedding_scale", "residual_scale", "logit_scale", "rope_magnitude",
         )  # fmt: skip
         yield from validation.wrong_probability(self, "dropout")
-        yield from validation.without_effect(
-            self, "window", "global_every", "global_layers", "local_rope_theta"
-        )
+        yield from validation.without_effect(self, "window", "local_rope_theta")
+        if self.linear_heads is None:
+            yield from validation.without_effect(self, "window", "global_every", "global_layers")
+        yield from validation.without_effect(self, "linear_heads", *_LINEAR)
         yield from self._layer_problems()
         yield from self._contradictions()
         yield from validation.negative(self, "mtp_loss", "first_position")
@@ -281,6 +301,7 @@ class GPTConfig(validation.Validated):
             return
         yield from self._expert_problems()
         yield from self._latent_problems()
+        yield from self._linear_problems()
         if self.kv_rank is not None:
             return
         if self.head_size is None and self.width % self.num_heads:
@@ -413,7 +434,7 @@ class GPTConfig(validation.Validated):
             yield Problem("num_kv_heads", self.kv_heads, rule, near, others | given)
         for name in (
             "qk_norm", "bias", "qkv_bias", "out_bias", "query_scalar", "attention_scale",
-            "positions", "unrotated_layers",
+            "positions", "unrotated_layers", "attention_gate",
         ):  # fmt: skip
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default:
@@ -425,6 +446,20 @@ class GPTConfig(validation.Validated):
             rule = "must be at most $head_size + $rotary_size"
             others = {"head_size": self.head_width, "rotary_size": self.rotary_size}
             yield Problem("value_size", self.value_size, rule, (self.score_width,), others)
+
+    def _linear_problems(self) -> Iterator[Problem]:
+        if self.linear_heads is None:
+            return
+        given = {"linear_heads": self.linear_heads}
+        for name in ("window", "qk_clip"):
+            if (value := getattr(self, name)) is not None:
+                yield Problem(name, value, "does not go with $linear_heads", (None,), given)
+        if self.value_heads % self.linear_heads:
+            yield validation.not_a_divisor(
+                "linear_heads", self.linear_heads, "linear_value_heads", self.value_heads
+            )
+        if self.linear_conv < 2:
+            yield Problem("linear_conv", self.linear_conv, "must be at least 2", (2,))
 
     def _expert_problems(self) -> Iterator[Problem]:
         of_experts = (
@@ -493,6 +528,22 @@ class GPTConfig(validation.Validated):
         return stretched**2 / math.sqrt(self.query_scalar or self.score_width)
 
     @property
+    def value_heads(self) -> int:
+        """Value heads of linear attention."""
+        return self.linear_value_heads or self.linear_heads or 0
+
+    @property
+    def linear_group(self) -> int:
+        """Value heads of each key head of linear attention."""
+        return self.value_heads // (self.linear_heads or 1)
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Columns of keys, and of queries, and of values in linear attention."""
+        keys = (self.linear_heads or 0) * self.linear_key_size
+        return keys, self.value_heads * self.linear_value_size
+
+    @property
     def hidden_width(self) -> int:
         if self.mlp_width is not None:
             return self.mlp_width
@@ -500,9 +551,9 @@ class GPTConfig(validation.Validated):
 
     @property
     def qkv_widths(self) -> dict[str, int]:
-        """Columns of queries, keys and values in the kernel that joins them."""
-        keys = self.kv_heads * self.head_width
-        return {"query": self.num_heads * self.head_width, "key": keys, "value": keys}
+        """Columns of queries with their gates, keys and values in the kernel that joins them."""
+        keys, queries = self.kv_heads * self.head_width, self.num_heads * self.head_width
+        return {"query": queries * (1 + self.attention_gate), "key": keys, "value": keys}
 
     def has_bias(self, part: str) -> bool:
         """Whether a part of a layer, one of `BIASES`, has biases."""
@@ -557,10 +608,11 @@ class GPTConfig(validation.Validated):
         """The kind of every layer, the further one included."""
         return tuple(
             LayerKind(
-                self._is_local(n),
+                self.window is not None and not self._is_global(n),
                 self._has_experts(n),
                 is_further=n > self.num_layers,
                 is_rotated=n not in self.unrotated_layers,
+                is_linear=self.linear_heads is not None and not self._is_global(n),
             )
             for n in range(1, self.num_layers + self.num_further + 1)
         )
@@ -582,7 +634,7 @@ class GPTConfig(validation.Validated):
     def in_pieces(self, kind: LayerKind) -> bool:
         """Whether layers of a kind can run in pieces of the sequence (`models.pieces`)."""
         is_usual = self.pre_norm and self.residual == "sequential" and self.residual_scale == 1
-        is_dense = self.kv_rank is None and not kind.has_experts
+        is_dense = self.kv_rank is None and not (kind.has_experts or kind.is_linear)
         return is_usual and is_dense and self.adapters is None and not self.dropout
 
     def _has_experts(self, number: int) -> bool:
@@ -590,11 +642,10 @@ class GPTConfig(validation.Validated):
             return False
         return number % self.expert_every == 0
 
-    def _is_local(self, number: int) -> bool:
-        every = self.global_every
+    def _is_global(self, number: int) -> bool:
         if self.global_layers is not None:
-            return number not in self.global_layers
-        return self.window is not None and (every is None or number % every != 0)
+            return number in self.global_layers
+        return self.global_every is not None and number % self.global_every == 0
 
     @classmethod
     def gpt2_124m(cls) -> GPTConfig:

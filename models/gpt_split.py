@@ -45,12 +45,15 @@ def of_parameters(
         raise ValueError(f"expert_axis={expert_axis!r}: there are no experts: num_experts=None.")
     if axis is None and expert_axis is None:
         return {"layers": None} if sharing.data_axes else None
-    widths = tuple(config.qkv_widths.values())
+    queries, *others = config.qkv_widths.values()
+    halves = [queries // 2] * 2 if config.attention_gate else [queries]
+    keys, values = config.linear_widths
+    joined = {"qkv": (*halves, *others), "conv": (keys, keys, values)}
 
     def of_layer(layer: PyTree) -> PyTree:
         split = jax.tree.map(lambda _: None, layer)
         if axis is not None:
-            split = tensor.axis_split(layer, axis, widths)
+            split = tensor.axis_split(layer, axis, joined)
         if "experts" in layer["mlp"]:
             of_experts = None if expert_axis is None else P(expert_axis)
             split["mlp"]["experts"] = jax.tree.map(lambda _: of_experts, layer["mlp"]["experts"])

@@ -35,6 +35,7 @@ from models.hugging_face_files import (
     Tensor,
     apart,
     find_tensors,
+    is_unread,
     library,
     read_json,
     replace_model,
@@ -643,7 +644,7 @@ def _check_tensors(
         {
             tensor.stored.name
             for name, tensor in tensors.items()
-            if name not in wanted and not name.endswith(family.unread)
+            if name not in wanted and not is_unread(name, family.unread)
         }
     )
     failures = [

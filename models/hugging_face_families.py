@@ -29,6 +29,7 @@ from models.hugging_face_family import (
     dropout,
     flag,
     further_layer,
+    linear_layers,
     rotary,
     shared_experts,
     unlike,
@@ -70,6 +71,14 @@ def _groups(config: GPTConfig) -> np.ndarray:
     rows = np.arange(np.prod(shape)).reshape(shape)
     parts = rows[:, :count], rows[:, count], rows[:, count + 1]
     return np.concatenate([part.reshape(-1) for part in parts])
+
+
+def _gates(config: GPTConfig) -> np.ndarray:
+    """Orders queries each of which has its gate beside it there."""
+    widths = config.qkv_widths
+    numbers = np.arange(sum(widths.values()))
+    queries = numbers[: widths["query"]].reshape(config.num_heads, 2, -1).swapaxes(0, 1)
+    return np.concatenate((queries.reshape(-1), numbers[widths["query"] :]))
 
 
 def _falcon() -> Meaning:
@@ -209,6 +218,12 @@ _LATENT: Modules = {
     "attention/key_value": "self_attn.kv_b_proj", "attention/query_down": "self_attn.q_a_proj",
     "attention/query_norm": "self_attn.q_a_layernorm", "attention/query": "self_attn.q_b_proj",
 }
+_LINEAR: Modules = {
+    **{f"linear_attention/{name}": f"linear_attn.in_proj_{name}" for name in ("qkvz", "ba")},
+    "linear_attention/conv": "linear_attn.conv1d", "linear_attention/norm": "linear_attn.norm",
+    "linear_attention/a_log": "=linear_attn.A_log", "linear_attention/dt_bias":
+    "=linear_attn.dt_bias", "linear_attention/out": "linear_attn.out_proj",
+}
 _FURTHER: Modules = {
     "hidden_norm": "hnorm", "embedding_norm": "enorm", "projection": "eh_proj",
     "further_norm": "shared_head.norm",
@@ -281,6 +296,12 @@ _LATENT_FIELDS = {
     "head_size": "qk_nope_head_dim", "rotary_size": "qk_rope_head_dim", "value_size": "v_head_dim",
     "kv_rank": "kv_lora_rank", "query_rank": "q_lora_rank",
 }
+_LINEAR_FIELDS = {
+    "linear_heads": "linear_num_key_heads", "linear_value_heads": "linear_num_value_heads",
+    "linear_key_size": "linear_key_head_dim", "linear_value_size": "linear_value_head_dim",
+    "linear_conv": "linear_conv_kernel_dim",
+}
+_LINEAR_DEFAULTS = dict(zip(_LINEAR_FIELDS.values(), (16, 32, 128, 128, 4), strict=True))
 _LATENT_NEEDED = ("rotary_size", "value_size", "kv_rank", "num_experts", "expert_width")
 _OF_LAYER_NORM = {"norm": "layer"}
 _ROTARY, _SILU, _NO_BIASES = rotary(), activation(), biases()
@@ -416,6 +437,19 @@ DECODERS = {
         "Qwen3MoeForCausalLM", _LLAMA | _QK_NORMS | _experts(), _mlp_only_layers(),
         bias=_ATTENTION_BIASES, fixed={"qk_norm": True}, fields=_QWEN_EXPERTS,
         needed=("num_experts", "expert_width"), required=_NO_WINDOW, defaults=_QWEN_MOE_DEFAULTS,
+        token_ids=TokenIds(),
+    ),
+    "qwen3_next": _decoder(
+        "Qwen3NextForCausalLM",
+        _LLAMA | _QK_NORMS | _LINEAR |
+            _experts("shared_expert", shared_gate="mlp.shared_expert_gate"),
+        _mlp_only_layers(), linear_layers(4), rope=rotary("partial_rotary_factor", share=0.25),
+        act=activation({"silu": "swiglu"}), bias=_ATTENTION_BIASES,
+        fixed={"shared_gate": True, "qk_norm": True, "norms_from_zero": True,
+            "attention_gate": True},
+        fields=_QWEN_EXPERTS | _LINEAR_FIELDS | {"shared_width": "shared_expert_intermediate_size"},
+        needed=("num_experts", "shared_width", "expert_width", "linear_heads"),
+        defaults=_QWEN_MOE_DEFAULTS | _LINEAR_DEFAULTS, order=_gates, unread=("mtp.",),
         token_ids=TokenIds(),
     ),
     "gpt_oss": _decoder(

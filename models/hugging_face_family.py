@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from models.gpt_config import BIASES, GPTConfig
-from models.hugging_face_fields import Fields, TokenIds
+from models.hugging_face_fields import NUM_LAYERS, Fields, TokenIds
 from models.hugging_face_files import Fused
 from models.types import PyTree
 
@@ -44,7 +44,8 @@ class Family:
       order: makes, for each of our columns of queries, keys and values, the number of theirs.
       layer: name of a layer; "{}" stands for its number.
       constants: further tensors of each layer, by the ending of their names.
-      unread: endings of further names that files may hold: buffers, and copies of tied tables.
+      unread: endings of further names that files may hold: buffers, and copies of tied tables; one
+        that ends with a dot is a beginning.
       token_ids: ids of the library where ``config.json`` has none; None for a model without tokens.
     """
 
@@ -98,7 +99,10 @@ _COMMON: dict[str, str | tuple[str, ...] | None] = {
     "tied": "tie_word_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
-_RESOLVED = {"num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width"}
+_RESOLVED = {
+    "num_kv_heads": "kv_heads", "head_size": "head_width", "mlp_width": "hidden_width",
+    "linear_value_heads": "value_heads",
+}  # fmt: skip
 """Properties with the values that None stands for."""
 _UNKEPT = {"dropout", "dtype", "z_loss", "qk_clip", "model_type"}
 """Fields that ``config.json`` does not keep."""
@@ -183,13 +187,10 @@ class Decoder:
         return {"architectures": [self.name], **written, **required}
 
 
-_NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
-
-
 def _value(fields: Fields, names: tuple[str, ...], kind: Any, *, needed: bool) -> Any:
     """Reads a field of ``config.json``, with the type of ours."""
     name = next((n for n in names if fields.get(n, None) is not None), names[0])
-    if name in _NUM_LAYERS:
+    if name in NUM_LAYERS:
         return fields.layers(name)
     if kind is bool:
         return fields.flag(name)
@@ -367,7 +368,39 @@ def divisor(ours: str, theirs: str) -> Meaning:
 
 
 _TYPES = ("full_attention", "sliding_attention")
-_LAYERS = ("window", "global_every", "global_layers")
+_GLOBAL = ("global_every", "global_layers")
+_LAYERS = ("window", *_GLOBAL)
+
+
+def _of_type(fields: Fields, field: str, names: tuple[str, str]) -> tuple[int, ...]:
+    """Lists the numbers of the layers of the first of two types."""
+    kinds = fields.choices(field, names, fields.num_layers)
+    return tuple(n for n, kind in enumerate(kinds, 1) if kind == names[0])
+
+
+def _global_layers(layers: tuple[int, ...], count: int) -> dict[str, Any]:
+    """Says which of so many layers are global, by a rule if there is one."""
+    is_rule = not layers or layers == tuple(range(layers[0], count + 1, layers[0]))
+    if is_rule:
+        return {"global_every": layers[0] if layers else None, "global_layers": None}
+    return {"global_every": None, "global_layers": layers}
+
+
+def linear_layers(every: int) -> Meaning:
+    """Which layers have full attention, and which linear: every so many are full by default."""
+    field, names = "layer_types", (_TYPES[0], "linear_attention")
+
+    def read(fields: Fields) -> dict[str, Any]:
+        count = fields.num_layers
+        if fields.get(field, None) is not None:
+            return _global_layers(_of_type(fields, field, names), count)
+        step = fields.completed(full_attention_interval=every).size("full_attention_interval")
+        return _global_layers(tuple(range(step, count + 1, step)), count)
+
+    def write(config: GPTConfig) -> dict[str, Any]:
+        return {field: [names[kind.is_linear] for kind in config.main_kinds]}
+
+    return Meaning(_GLOBAL, read, write)
 
 
 def windows(
@@ -396,15 +429,14 @@ def windows(
         fields = fields.completed(max_window_layers=28)
         first = 0 if fields.get("max_window_layers") == 0 else fields.size("max_window_layers")
         if fields.get(types, None) is not None:
-            kinds = fields.choices(types, names, count)
-            return tuple(n for n, kind in zip(numbers, kinds, strict=True) if kind == names[0])
+            return _of_type(fields, types, names)
         if switch is not None:
             return tuple(n for n in numbers if n <= first)
         step = fields.completed(sliding_window_pattern=every).size_or_none("sliding_window_pattern")
         return () if step is None else tuple(range(step, count + 1, step))
 
     def read(fields: Fields) -> dict[str, Any]:
-        count = next(fields.layers(n) for n in _NUM_LAYERS if fields.get(n, None) is not None)
+        count = fields.num_layers
         window, layers = fields.size_or_none(field), global_layers(fields, count)
         if switch is not None and not fields.flag(switch):
             window = None
@@ -413,13 +445,7 @@ def windows(
         if window is None or len(layers) == count:
             is_turned = window is None or not unrotated
             return dict.fromkeys(_LAYERS) | ({} if is_turned else {"unrotated_layers": layers})
-        by_rule = range(layers[0], count + 1, layers[0]) if layers else ()
-        is_rule = layers == tuple(by_rule)
-        values = {
-            "window": window,
-            "global_every": layers[0] if layers and is_rule else None,
-            "global_layers": None if is_rule else layers,
-        }
+        values = {"window": window, **_global_layers(layers, count)}
         return values | ({"unrotated_layers": layers} if unrotated else {})
 
     def write(config: GPTConfig) -> dict[str, Any]:

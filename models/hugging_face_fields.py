@@ -13,6 +13,8 @@ _LARGEST = 10**7
 """Largest size: a larger one is a mistake, and would take long to refuse by its tensors."""
 _MOST_LAYERS = 10**4
 _MISSING = object()
+NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
+"""Names of the number of layers."""
 
 Id = int | list[int] | None
 
@@ -69,6 +71,11 @@ class Fields:
     def layers(self, name: str) -> int:
         """Reads a number of layers."""
         return self._whole(name, self.get(name), most=_MOST_LAYERS)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers, by the first of its names that is there."""
+        return next(self.layers(n) for n in NUM_LAYERS if self.get(n, None) is not None)
 
     def size(self, name: str) -> int:
         """Reads a size that must be there."""

@@ -198,7 +198,7 @@ def find_tensors(folder: Path, *, unread: tuple[str, ...]) -> list[Tensor]:
 
     Args:
       folder: the folder.
-      unread: endings of names that an index may list though no file has them, as of tied tables.
+      unread: names that an index may list though no file has them, as `is_unread` has it.
     """
     # As in the library, one file comes before an index.
     sharded = (folder / INDEX).exists() and not (folder / WEIGHTS).exists()
@@ -237,7 +237,7 @@ def _check_listed(folder: Path, tensors: list[Tensor], unread: tuple[str, ...]) 
     paths = {name: folder / name for name in set(weight_map.values())}
     for name, file in weight_map.items():
         is_there = paths[file] in files_of.get(name, ())
-        if not is_there and (name in files_of or not name.endswith(unread)):
+        if not is_there and (name in files_of or not is_unread(name, unread)):
             lacking.setdefault(paths[file], []).append(name)
     failures = [
         f"{file} lacks {shortened_list(names)}, which {INDEX} says it holds."
@@ -249,6 +249,11 @@ def _check_listed(folder: Path, tensors: list[Tensor], unread: tuple[str, ...]) 
         if len(files) > 1
     ]
     refuse(failures)
+
+
+def is_unread(name: str, unread: tuple[str, ...]) -> bool:
+    """Whether a name has one of some endings, or beginnings, which end with a dot."""
+    return name.endswith(unread) or name.startswith(tuple(u for u in unread if u.endswith(".")))
 
 
 def _listed(folder: Path) -> list[str]:

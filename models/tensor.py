@@ -14,6 +14,7 @@ Dimension suffixes: B rows, S the whole sequence, T a device's part of it, E wid
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -121,26 +122,30 @@ def divides_heads(count: int, width: int, devices: int) -> bool:
     return not left and (columns % width == 0 or width % columns == 0)
 
 
-_COLUMNS = ("qkv", "query", "key", "value", "key_value", "up", "gate")
+_COLUMNS = ("qkv", "query", "key", "value", "key_value", "qkvz", "ba", "conv", "up", "gate")
 _ROWS = ("out", "down")
+_OF_HEADS = ("sinks", "a_log", "dt_bias")
 
 
-def axis_split(layer: PyTree, axis: str, qkv: tuple[int, ...] = ()) -> PyTree:
+def axis_split(
+    layer: PyTree, axis: str, joined: Mapping[str, tuple[int, ...]] | None = None
+) -> PyTree:
     """Splits a layer's linear maps over the axis, by their names: as `jaxpipe.Model.axis_split`.
 
     Args:
       layer: parameters of one layer or of all, or their shapes.
       axis: the mesh axis.
-      qkv: widths of queries, keys and values, where they lie in one kernel.
+      joined: widths of what lies side by side in one kernel, such as queries, keys and values.
     """
 
     def spec(path: tuple[Any, ...], leaf: Any) -> Any:
         owner, name = (getattr(entry, "key", None) for entry in path[-2:])
-        if name == "sinks":
+        if name in _OF_HEADS:
             return P(axis)
         if owner in _COLUMNS and name != "lora_a":
-            columns = P(axis) if name == "bias" else P(None, axis)
-            return Joined(columns, qkv) if owner == "qkv" else columns
+            columns = P(*[None] * (len(leaf.shape) - 1), axis)
+            widths = (joined or {}).get(owner)
+            return columns if widths is None else Joined(columns, widths)
         has_inputs = name in ("kernel", "lora_a") or (name == "kernel_scale" and leaf.shape[-2] > 1)
         return P(axis, None) if owner in _ROWS and has_inputs else None
 

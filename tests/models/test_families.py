@@ -130,6 +130,13 @@ LATENT = {"kv_rank": 4, "rotary_size": 3, "value_size": 9, "qk_norm": True}
             rotary_size=3 must be even.
             value_size=9 must be at most head_size=4 + rotary_size=3.""",
         ),
+        (
+            *(GPT, {"linear_heads": 2, "linear_value_heads": 3, "linear_conv": 1, "window": 4}),
+            """window=4 does not go with linear_heads=2.
+            linear_heads=2 must divide linear_value_heads=3.
+            linear_conv=1 must be at least 2""",
+        ),
+        (GPT, {"linear_key_size": 8}, "linear_key_size=8 has no effect without linear_heads."),
         (GPT, {"positions": "learned", "rope_factor": 2.0}, "no effect with positions='learned'."),
         (GPT, {"norm_epsilon": math.nan}, "norm_epsilon=nan must be finite."),
         (GPT, {"rope_theta": 1.0}, "rope_theta=1.0 must be above 1: wavelengths grow by its"),

@@ -32,6 +32,10 @@ CONFIGS = {
         GROUPED, num_kv_heads=None, kv_rank=6, rotary_size=4, value_size=5, head_size=4,
         num_experts=4, experts_per_token=2,
     ),
+    "linear": dataclasses.replace(
+        GROUPED, linear_heads=2, linear_value_heads=4, linear_key_size=6, linear_value_size=5,
+        global_every=2, attention_gate=True,
+    ),
 }  # fmt: skip
 CASES = [
     ("grouped", "1f1b", 4, True, {"tensor": 2, "zero": 3}),
@@ -44,6 +48,8 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     ("latent", "1f1b-fused", 2, False, {}),
+    # Parts of a slice have fewer tokens than the convolution.
+    ("linear", "zb-h1", 4, True, {"context": 2, "tensor": 2, "remat": "dots"}),
 ]
 
 

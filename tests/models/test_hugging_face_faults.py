@@ -35,7 +35,7 @@ CONFIGS = {"gpt2": GPT2, "bert": BERT, "resnet": RESNET, **DECODERS}
 FEW = ("gpt2", "bert", "resnet", "llama", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3")
 """Families that together have every field."""
 UNREAD = {"architectures", "dtype", "label2id", "rope_theta", "rope_local_base_freq"}
-UNREAD |= {"embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob"}
+UNREAD |= {"embd_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "partial_rotary_factor"}
 """Fields of ``config.json`` that nothing here reads, or that stand twice."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAY_BE_ANYTHING = {"rope_parameters", "id2label"}

@@ -59,6 +59,11 @@ COHERE = GPTConfig(
     qk_norm=True, qk_norm_scope="each", activation="xielu", out_bias=True, norm_bias=True,
     query_growth=0.5, rope_factor=2.0, rope_original_length=3,
 )  # fmt: skip
+QWEN_NEXT = GPTConfig(
+    **SHAPE, num_layers=8, num_kv_heads=1, tied=False, qk_norm=True, attention_gate=True,
+    rotary_size=2, linear_heads=2, linear_value_heads=4, linear_key_size=6, linear_value_size=5,
+    global_every=4, num_experts=4, expert_width=8, shared_width=4, shared_gate=True,
+)  # fmt: skip
 DROPPING = {"num_experts": 4, "expert_every": 2, "balance_loss": 0.1, "capacity_factor": 0.5}
 RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
 BERT = BERTConfig(**SHAPE, num_layers=8, next_sentence=True)
@@ -81,6 +86,7 @@ CONFIGS = {
     "olmo": OLMO,
     "cohere": COHERE,
     "deepseek": DEEPSEEK,
+    "qwen-next": QWEN_NEXT,
     "latent-attention": dataclasses.replace(
         QWEN, **LATENT, num_kv_heads=None, qk_norm=False, qkv_bias=False
     ),

@@ -53,8 +53,9 @@ def test_greedy_tokens_are_the_likeliest_after_each_prefix(params, drawn):
         {"window": 2, "global_every": 2, "num_kv_heads": 1, "attention_sinks": True}
         | {"num_experts": 4, "capacity_factor": 0.5},
         {"kv_rank": 4, "head_size": 4, "rotary_size": 4, "value_size": 6},
+        {"linear_heads": 1, "linear_value_heads": 2, "linear_key_size": 6, "global_every": 2},
     ],
-    ids=["layers alike", "windows and experts", "latent attention"],
+    ids=["layers alike", "windows and experts", "latent attention", "linear attention"],
 )
 def test_keys_and_values_that_are_kept_change_no_token(options):
     """While the window is not full, every token is run once; the whole model says the same."""

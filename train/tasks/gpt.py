@@ -84,6 +84,8 @@ class GPT(Task):
         counts = {"sequence_length": shape.sequence_length}
         if axis == "tensor":
             counts |= {"num_heads": shape.num_heads}
+            if shape.linear_heads is not None:
+                counts["linear_heads"] = shape.linear_heads
             if not all(kind.has_experts for kind in shape.layer_kinds):
                 counts["mlp_width"] = shape.hidden_width
             if shape.shared_width is not None:
