@@ -51,6 +51,8 @@ THEIRS = {
     "down": ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h"),
     "shared_gate": ("shared_expert_gate",),
     "projection": ("eh_proj",),
+    "qkvz": ("in_proj_qkvz",),
+    "ba": ("in_proj_ba",),
 }
 """Names of linear maps in the transformers library, by the ends of their paths here."""
 
