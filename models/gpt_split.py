@@ -49,6 +49,8 @@ def of_parameters(
     halves = [queries // 2] * 2 if config.attention_gate else [queries]
     keys, values = config.linear_widths
     joined = {"qkv": (*halves, *others), "conv": (keys, keys, values)}
+    if config.attention_gate:  # of adapters
+        joined["query"] = tuple(halves)
 
     def of_layer(layer: PyTree) -> PyTree:
         split = jax.tree.map(lambda _: None, layer)
