@@ -49,8 +49,8 @@ class Attention(nnx.Module):
         self.config, self.sharing = config, sharing
         self.is_local, self.is_rotated = kind.is_local, kind.is_rotated
         self.qkv = Linear(
-            config.width, sum(config.qkv_widths.values()), bias=config.has_bias("qkv"), stddev=INIT_STDDEV,
-            rngs=rngs,
+            config.width, sum(config.qkv_widths.values()), bias=config.has_bias("qkv"),
+            stddev=INIT_STDDEV, rngs=rngs,
         )  # fmt: skip
         self.out = Linear(
             config.num_heads * config.head_width, config.width, bias=config.has_bias("out"),
