@@ -122,14 +122,17 @@ def _by_rules(
         yield from (ordered(rule, num_microbatches) for _, rule, _ in tried[:number])
 
 
-def _rules(placement: Placement) -> Iterator[Rule]:
-    """Yields rules, first those whose numbers are all among the best; a pace matters least."""
+def _rules(placement: Placement) -> list[Rule]:
+    """Lists rules, first those whose numbers are all among the best; a pace matters least."""
     pairs = [pair for pair in _FREES_RESERVES if placement.num_chunks > 1 or not pair[1]]
-    values = _PACES, _LEADS, _PATIENCE, pairs
-    ranks = itertools.product(*(range(len(numbers)) for numbers in values))
-    for places in sorted(ranks, key=lambda places: 2 * sum(places) - places[0]):
-        pace, lead, patience, pair = (row[k] for row, k in zip(values, places, strict=True))
-        yield Rule(pace, lead, patience, *pair)
+    ranked = [
+        (a + 2 * (b + c + d), Rule(pace, lead, patience, *pair))
+        for a, pace in enumerate(_PACES)
+        for b, lead in enumerate(_LEADS)
+        for c, patience in enumerate(_PATIENCE)
+        for d, pair in enumerate(pairs)
+    ]
+    return [rule for _, rule in sorted(ranked, key=lambda item: item[0])]
 
 
 # Tabu search.
