@@ -3,17 +3,21 @@
 A few numbers say when passes are due, and every stage starts the pass that is due first, if memory
 allows (`jaxpipe.schedule.generators.events.Rule`). No rule is the best for all costs and memory
 limits, but one of a few hundred nearly always is close. The best orders by rules, and given ones,
-are then improved by tabu search.
+are then improved by tabu search. So are orders of few microbatches, in which one is then repeated
+as often as it takes: a change of what is repeated would take as many swaps.
 
 A schedule ends when its longest chain of actions does. Only a swap of two neighbors on that chain
 can shorten it, so those are the moves; the best one is made even if nothing gets shorter, and is
-not undone for a while. This is how job shops are scheduled.
+not undone for a while. This is how job shops are scheduled. On its way the search may keep a chunk
+more than memory allows, at a price that follows from how long it has done so.
 
 Source: Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem", 1996; the
 estimate of a move is Taillard's, "Parallel taboo search techniques for the job shop scheduling
 problem", 1994.
 """
 
+import bisect
+import collections
 import dataclasses
 import itertools
 import math
@@ -22,19 +26,23 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxpipe.schedule.actions import HELD, Action, Kind, Schedule, dependencies
+from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.simulate import Costs, makespan
+from jaxpipe.schedule.simulate import Costs, makespan, simulate
 
 _PACES = (0.75, 0.5, 1.3, 1.0, 0.3, 0.0)
 _LEADS = (0.0, 1.0, 2.0, 4.0)
 _PATIENCE = (0.5, 0.0, 0.99)
 _FREES_RESERVES = ((True, True), (True, False), (False, True), (False, False))
 """Values of a rule's numbers, first those of the rules that ended first most often in 220 cases."""
-_RULE_SHARE, _FINAL_SHARE = 0.3, 0.1
-"""Shares of the work for rules, and for the best of them once all microbatches are there; what is
-left is for local search."""
-_ORDERED, _MOVED = 9.0, 1.7
+_RULE_SHARE, _FINAL_SHARE, _REPEATED_SHARE = 0.2, 0.1, 0.3
+"""Shares of the work for rules, for the best of them once all microbatches are there, and for
+orders of few microbatches that are repeated; what is left is for local search."""
+_STEADY, _NUM_REPEATED, _NUM_CUTS = 3, 3, 8
+"""How many microbatches more than fit in memory show what is repeated, from how many orders of so
+few a local search starts, and from how many times on each of them is repeated."""
+_ORDERED, _MOVED = 9.0, 2.3
 """Microseconds that it takes to order an action by a rule, and per action to time a move."""
 _FEWEST_MOVES, _MOST_MOVES = 30, 3_000
 _NUM_STARTS = 8
@@ -46,7 +54,10 @@ _ROUNDING = 1e-9
 """Share of the work of a microbatch; smaller differences count as none."""
 _TENURE, _SPREAD = 8, 12
 """Number of moves for which a swap is not undone, and up to how many more."""
-_STALLED, _KICKS = 100, 8
+_PATIENT, _CHEAPER, _DEARER = 5, 0.7, 1.5
+"""After so many moves in a row within the cap (or beyond it), what an excess costs becomes cheaper
+(or dearer) by this factor."""
+_STALLED, _KICKS = 300, 8
 """Number of moves without a better schedule after which the search goes back to the best one, and
 the number of random swaps that it may make there."""
 
@@ -71,12 +82,14 @@ def search_orders(
       seconds: about the time that this takes on one core of a server of 2021. Actions are counted,
         not time, so that the result does not depend on the machine.
     """
-    schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap, 1e6 * seconds)]
+    budget = 1e6 * seconds
+    schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap, budget)]
+    schedules += _by_repeating(placement, num_microbatches, costs, cap, budget * _REPEATED_SHARE)
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
     distinct = {schedules[k].orders: (time, schedules[k]) for time, k in reversed(timed)}
     best = sorted(distinct.values(), key=lambda item: item[0])[:_NUM_STARTS]
     size = 3 * placement.num_virtual_stages * num_microbatches
-    moving = 1e6 * seconds * (1 - _RULE_SHARE - _FINAL_SHARE)
+    moving = budget * (1 - _RULE_SHARE - _FINAL_SHARE - _REPEATED_SHARE)
     moves = min(_MOST_MOVES, int(moving / (_MOVED * size * _NUM_STARTS)))
     if moves < _FEWEST_MOVES:
         moves = 0
@@ -120,6 +133,68 @@ def _by_rules(
         affordable = int(microseconds * _FINAL_SHARE / (_ORDERED * whole))
         number = max(1, min(2 * _NUM_STARTS, affordable))
         yield from (ordered(rule, num_microbatches) for _, rule, _ in tried[:number])
+
+
+def _by_repeating(
+    placement: Placement,
+    num_microbatches: int,
+    costs: Sequence[Costs],
+    cap: int,
+    microseconds: float,
+) -> Iterator[Schedule]:
+    """Yields improved orders of few microbatches, with what they do for one of them repeated."""
+    few = -(-cap // placement.num_chunks) + _STEADY
+    size = 3 * placement.num_virtual_stages * few
+    rules = _rules(placement)[: int(microseconds / 2 / (_ORDERED * size))]
+    if few >= num_microbatches or not rules:
+        return
+    made = {dispatch(placement, few, costs, cap, rule) for rule in rules}
+    tried = [Schedule("auto", placement, few, orders) for orders in made]
+    moves = min(_MOST_MOVES, int(microseconds / 2 / (_MOVED * size * _NUM_REPEATED)))
+    for schedule in sorted(tried, key=lambda s: (makespan(s, costs), s.orders))[:_NUM_REPEATED]:
+        improved = improve(schedule, costs, cap=cap, moves=moves, bound=0.0)
+        repeated = [*_repeated(improved, costs, num_microbatches)]
+        fits = [schedule for schedule in repeated if max(peak_in_flight(schedule)) <= cap]
+        yield from sorted(fits, key=lambda schedule: makespan(schedule, costs))[:1]
+
+
+def _repeated(
+    schedule: Schedule, costs: Sequence[Costs], num_microbatches: int
+) -> Iterator[Schedule]:
+    """Yields schedules in which stages repeat what they do from some time on: each of their passes
+    once, for any microbatch. Tries a few times, since a stage may not be in its rhythm yet."""
+    more, period = num_microbatches - schedule.num_microbatches, 3 * schedule.num_chunks
+    starts = [[event.start for event in row] for row in simulate(schedule, costs).rows]
+    times = sorted({start for row in starts for start in row})
+    cuts = {tuple(bisect.bisect_left(row, time) for row in starts): None for time in times}
+
+    def repeats(order: Sequence[Action], first: int) -> bool:
+        passes = {(a.virtual_stage, a.kind) for a in order[first : first + period]}
+        return len(passes) == period
+
+    steady = [cut for cut in cuts if all(map(repeats, schedule.orders, cut))]
+    for cut in steady[:: -(-len(steady) // _NUM_CUTS) or 1]:
+        longer = (
+            _numbered((*order[:first], *order[first : first + period] * more, *order[first:]))
+            for order, first in zip(schedule.orders, cut, strict=True)
+        )
+        yield dataclasses.replace(
+            schedule,
+            orders=tuple(longer),
+            num_microbatches=num_microbatches,
+            peak_in_flight=None,
+        )
+
+
+def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
+    """Numbers the microbatches of every pass of a stage in turn."""
+    counts = collections.Counter[tuple[int, Kind]]()
+    numbered = []
+    for action in order:
+        place = action.virtual_stage, action.kind
+        numbered.append(Action(*place, counts[place]))
+        counts[place] += 1
+    return tuple(numbered)
 
 
 def _rules(placement: Placement) -> list[Rule]:
@@ -188,6 +263,8 @@ class _TabuSearch:
     def best(self, moves: int, bound: float) -> list[list[int]]:
         """The rows of the schedule that ends first."""
         earliest, since = math.inf, 0
+        most = max(self.durations)
+        self.price, within = most, 0
         for move in range(moves):
             starts, order, after = self._starts()
             if len(order) < len(starts):
@@ -196,12 +273,19 @@ class _TabuSearch:
                 continue
             tails = self._tails(order, after)
             makespan = max(map(operator.add, starts, tails))
-            if makespan < earliest - self.rounding:
+            excess = sum(count - self.cap for count in self.in_flight if count > self.cap)
+            fits = not excess
+            within = max(within, 0) + 1 if fits else min(within, 0) - 1
+            if abs(within) > _PATIENT:
+                factor, within = (_CHEAPER if fits else _DEARER), 0
+                self.price = min(max(self.price * factor, most / 50), most * 20)
+            if fits and makespan < earliest - self.rounding:
                 earliest, since = makespan, move
                 self.best_rows = [row[:] for row in self.rows]
                 if makespan <= bound + self.rounding:
                     break
-            swap = self._best_move(starts, tails, makespan, earliest, move)
+            paid = earliest - self.price * excess
+            swap = self._best_move(starts, tails, makespan, paid, move)
             if swap is None or move - since > _STALLED:
                 since = move
                 self._go_back(kicks=2 + self._below(_KICKS))
@@ -225,15 +309,24 @@ class _TabuSearch:
         for _ in range(kicks):
             row = self.rows[self._below(len(self.rows))]
             place = self._below(len(row) - 1)
-            if self._may_swap(row[place], row[place + 1]):
+            if self._may_swap(row[place], row[place + 1], self.cap):
                 self._swap(row[place], row[place + 1])
 
-    def _may_swap(self, first: int, second: int) -> bool:
-        """Whether neighbors may change places, as far as their stage can tell."""
+    def _may_swap(self, first: int, second: int, most: int) -> bool:
+        """Whether neighbors may change places, as far as their stage can tell, with at most so many
+        chunks in flight between them."""
+        before = self.in_flight[first]
+        after = before - self.held[first] + self.held[second]
+        if after > most and after > before:
+            return False
         same_queue = first // self.num_microbatches == second // self.num_microbatches
-        releases, takes = self.held[first] < 0, self.held[second] > 0
-        raises = releases and takes and self.in_flight[first] + 2 > self.cap
-        return not (same_queue or raises or any(n == first for n, _ in self.inputs[second]))
+        return not (same_queue or any(n == first for n, _ in self.inputs[second]))
+
+    def _excess(self, first: int, second: int) -> int:
+        """How many more chunks beyond the cap a stage keeps between two neighbors that swap."""
+        before = self.in_flight[first]
+        after = before - self.held[first] + self.held[second]
+        return max(0, after - self.cap) - max(0, before - self.cap)
 
     def _swap(self, first: int, second: int) -> None:
         row, place = self.rows[self.stages[first]], self.places[first]
@@ -291,12 +384,14 @@ class _TabuSearch:
     def _best_move(
         self, starts: list[float], tails: list[float], makespan: float, earliest: float, move: int
     ) -> tuple[int, int] | None:
-        """Finds the swap on the longest chain after which this chain is shortest; a random one if
-        there are several, None if there is none."""
+        """Finds the swap after which the longest chain is shortest, with the price of what exceeds
+        the cap; a random one if there are several, None if there is none. What was swapped of late
+        is not swapped back, unless the chain may get shorter than the earliest end so far."""
         best, rounding = math.inf, self.rounding
         swaps: list[tuple[int, int]] = []
-        for first, second in self._critical(starts, tails, makespan):
-            estimate = self._estimate(first, second, starts, tails)
+        for first, second, least in self._candidates(starts, tails, makespan):
+            estimate = max(least, self._estimate(first, second, starts, tails))
+            estimate += self.price * self._excess(first, second)
             if self.barred.get((second, first), -1) >= move and estimate >= earliest - rounding:
                 continue
             if estimate < best - rounding:
@@ -305,18 +400,23 @@ class _TabuSearch:
                 swaps.append((first, second))
         return swaps[self._below(len(swaps))] if swaps else None
 
-    def _critical(
+    def _candidates(
         self, starts: list[float], tails: list[float], makespan: float
-    ) -> Iterator[tuple[int, int]]:
-        """Yields neighbors that follow each other on a longest chain and may change places."""
-        durations, rounding = self.durations, self.rounding
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yields neighbors that follow each other on a longest chain, and those whose swap keeps
+        fewer chunks beyond the cap, each with a time before which the schedule will not end."""
+        durations, rounding, most = self.durations, self.rounding, self.cap + 1
         for row in self.rows:
             critical = [starts[number] + tails[number] >= makespan - rounding for number in row]
             for place, (first, second) in enumerate(itertools.pairwise(row)):
                 if critical[place] and critical[place + 1]:
                     gap = starts[second] - starts[first] - durations[first]
-                    if gap <= rounding and self._may_swap(first, second):
-                        yield first, second
+                    if gap <= rounding and self._may_swap(first, second, most):
+                        yield first, second, 0.0
+                beyond = self.in_flight[first] > self.cap
+                fewer = self.held[second] < self.held[first]
+                if beyond and fewer and self._may_swap(first, second, most):
+                    yield first, second, makespan
 
     def _estimate(self, first: int, second: int, starts: list[float], tails: list[float]) -> float:
         """A lower bound on the longest chain through two neighbors after they change places."""
