@@ -46,6 +46,9 @@ CONFIGS = {
     "kimi_k2": KIMI,
 }
 
+SIZES = {"qwen3_next": 4.0}
+"""What matrices are multiplied by, where 8 would make the rounding of float32 grow: with 8, the
+library's logits are up to 9e-6 from those of its own model in float64."""
 
 GPT_J = dataclasses.replace(
     GPT2, positions="rotary", rotary_size=2, residual="parallel", tied=False, head_bias=True,
@@ -127,7 +130,8 @@ def test_theirs_is_read_and_ours_is_written(transformers, tmp_path, name):
         tmp_path / "empty", attn_implementation="eager"
     )
     kind = getattr(transformers, described.architectures[0])
-    theirs = randomise(kind(described), size=8.0 if isinstance(config, GPTConfig) else 1.0)
+    size = SIZES.get(name, 8.0) if isinstance(config, GPTConfig) else 1.0
+    theirs = randomise(kind(described), size=size)
     theirs.save_pretrained(tmp_path / "theirs")
     read, params, state, _ = hugging_face.load(tmp_path / "theirs")
     assert read == config
@@ -156,7 +160,8 @@ def test_theirs_is_read_and_ours_is_written(transformers, tmp_path, name):
 def test_models_of_the_library_are_read_and_written_bit_for_bit(transformers, tmp_path, name):
     config = transformers.AutoConfig.for_model(name, **THEIRS[name])
     kind = transformers.AutoModelForCausalLM
-    theirs = randomise(kind.from_config(config, attn_implementation="eager"), size=8.0)
+    theirs = kind.from_config(config, attn_implementation="eager")
+    theirs = randomise(theirs, size=SIZES.get(name, 8.0))
     theirs.save_pretrained(tmp_path / "theirs")
     read, params, state, token_ids = hugging_face.load(tmp_path / "theirs")
     assert_equal_logits(read, params, state, theirs)
