@@ -87,7 +87,7 @@ def with_inputs(rows: Batch, numbers: tuple[int, ...], values: list[jax.Array]) 
     return jax.tree.unflatten(structure, leaves)
 
 
-def add_gradients(sums: list[jax.Array], new: list[jax.Array], i: Index) -> list[jax.Array]:
+def add_input_gradients(sums: list[jax.Array], new: list[jax.Array], i: Index) -> list[jax.Array]:
     """The inputs' gradients ``[rows, m, ...]`` with a share of microbatch i added."""
 
     def add(total: jax.Array, gradient: jax.Array) -> jax.Array:

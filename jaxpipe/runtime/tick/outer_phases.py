@@ -19,7 +19,7 @@ from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.fixed import Carried, Fixed
 from jaxpipe.runtime.tick.microbatches import (
     Microbatches,
-    add_gradients,
+    add_input_gradients,
     inputs_of,
     join_rows,
     with_inputs,
@@ -89,7 +89,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
         value, vjp, result = jax.vjp(loss, outer, x, inputs_of(rows, inputs), has_aux=True)
         douter, dx, new = vjp(jnp.asarray(scale, value.dtype))
         gradients = sink.add_outer(gradients, douter, "leave")
-        of_inputs = add_gradients(of_inputs, new, row.head)
+        of_inputs = add_input_gradients(of_inputs, new, row.head)
         message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
         collected = fixed.collector.add(collected, result, row.head)
         inbox = run_if(is_last, lambda inbox: put_slot(inbox, row.head_slot, message), inbox)
@@ -134,7 +134,7 @@ def embed_gradient(
         _, vjp = jax.vjp(embed, outer, inputs_of(rows, inputs))
         douter, new = vjp(cotangent)
         gradients = sink.add_outer(gradients, douter, "embed_gradient")
-        return gradients, add_gradients(of_inputs, new, i)
+        return gradients, add_input_gradients(of_inputs, new, i)
 
     through = carried.outer_gradients, carried.input_gradients
     count = (row.embed_gradient != NONE).sum(dtype=jnp.int32)
