@@ -116,13 +116,13 @@ def _run_beside(
 
 
 def gather_first(fixed: Fixed, held: Tree) -> Tree:
-    """Gathers the piece that `first_tick` leaves."""
+    """Gathers the piece that the first tick does not gather."""
     piece = [_edge_piece(fixed, fixed.table.gathers, 0)]
     return fixed.weights.finish(fixed, held, fixed.weights.start(fixed, held, piece), piece)
 
 
 def reduce_last(fixed: Fixed, carried: Carried) -> Carried:
-    """Reduces the piece that `last_tick` leaves."""
+    """Reduces the piece that the last tick does not reduce."""
     sink = fixed.gradients
     assert sink is not None
     piece = [_edge_piece(fixed, fixed.table.reduces, _completed(fixed)[-1])]
