@@ -92,11 +92,12 @@ def column(table: TickTable, stage: int) -> TickTable:
         ),
         exchange=table.exchange,
         together=table.together,
+        residual_parts=table.residual_parts,
         whole=table,
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Column(TickTable):
     whole: TickTable
 

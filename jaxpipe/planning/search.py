@@ -168,8 +168,8 @@ def search(
         _refuse_memory([one for family in families for one in plans.leanest(family)])
     considered = len(screened) + excluded.total()
 
-    def value(prediction: Prediction) -> float:
-        return goal.value(prediction.measures)
+    def value(prediction: Prediction) -> tuple[float, float]:
+        return goal.value(prediction.measures), prediction.measures.memory
 
     def best_of(kind: Callable[[Plan], bool]) -> Prediction | None:
         kept = [[one for one in family if kind(one.plan)] for family in families]
@@ -206,7 +206,7 @@ def is_usual(plan: Plan) -> bool:
 
 
 def _finalists(
-    screened: Sequence[Prediction], value: Callable[[Prediction], float], count: int
+    screened: Sequence[Prediction], value: Callable[[Prediction], tuple[float, float]], count: int
 ) -> tuple[Sequence[Prediction], Sequence[Prediction]]:
     """Selects the best of every mesh, schedule and policy, and other plans of the Pareto front."""
     ranked = sorted(screened, key=value, reverse=True)

@@ -114,12 +114,12 @@ def test_a_wrong_field_is_named(tmp_path, family, field, value, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", b"\xff", "config.json is damaged: it is no JSON"),
+        ("config.json", b"\xff", "config.json is damaged: it is not JSON"),
         ("config.json", b"[]", "config.json is damaged: it holds no JSON object"),
-        pytest.param("config.json", b"[" * 100_000, "json is damaged: it is no JSON", id="deep"),
+        pytest.param("config.json", b"[" * 100_000, "json is damaged: it is not JSON", id="deep"),
         ("config.json", b'{"model_type": []}', r"config.json has model_type='\[\]'"),
         ("config.json", b'{"model_type": "llama"}', "config.json lacks 'vocab_size'"),
-        (INDEX, b"{", "index.json is damaged: it is no JSON"),
+        (INDEX, b"{", "index.json is damaged: it is not JSON"),
         (INDEX, b'{"weight_map": {"a": 3, "b": "c"}}', "it must have a weight_map"),
         (INDEX, b'{"weight_map": {"a": "b\\u0000"}}', "it must have a weight_map"),
         pytest.param(INDEX, b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000), "have a", id="long"),

@@ -214,7 +214,7 @@ def _hands_on_all(w, x, batch, rng, carry=None, start=0):
 # fmt: off
 MISFITS = [
     (4, {"carry": None}, {}, "cuts sequences into 4 slices, and Model.carry is None"),
-    (4, {}, {"targets": np.zeros((ROWS, 18), int)}, "['targets'] has 18"),
+    (4, {}, {"targets": np.zeros((ROWS, 18), int)}, "batch['targets']: 18"),
     (3, {}, {}, "16 positions", "into 3 slices.\nNearest valid: 15, 18"),
     (32, {}, {}, "into 32 slices.\nNearest valid: 32."),
     (4, {"layer": _hands_on_all}, {}, "must keep its structure, shapes"),

@@ -31,7 +31,7 @@ from jaxpipe.schedule.simulate import Costs
 
 NEWER = (
     "overlapped", "num_slices", "carry", "carry_gradient", "number", "ticks", "moved",
-    "residual_parts",
+    "residual_parts", "within",
 )  # fmt: skip
 """Fields that are left out where they have their default."""
 

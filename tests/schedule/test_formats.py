@@ -155,11 +155,11 @@ def test_csv_of_slices_is_refused():
         ("orders", ["0F0", "0F0"], "cannot run"),
         ("orders", ["0F0 zero", ""], "'zero' is not an action"),
         ("orders", "0F0", "is not an action"),
-        ("orders", None, "no schedule in JSON"),
-        ("orders", [3], "no schedule in JSON"),
+        ("orders", None, "not a schedule in JSON"),
+        ("orders", [3], "not a schedule in JSON"),
         ("stages", [0, 7], "same number of virtual stages"),
         ("stages", ["0", "1"], "nothing but int"),
-        ("stages", 2, "no schedule in JSON"),
+        ("stages", 2, "not a schedule in JSON"),
         ("num_microbatches", "4", "num_microbatches"),
         ("num_microbatches", 5, "cannot run"),
         ("peak_in_flight", [1, 1], "cannot run"),
@@ -177,5 +177,5 @@ def test_what_json_lacks_is_named_and_anything_else_is_refused():
         with pytest.raises(ScheduleError, match=f"needs '{field}'"):
             from_json({name: value for name, value in whole.items() if name != field})
     for data in (None, 3, "text", [], [1]):
-        with pytest.raises(ScheduleError, match="no schedule in JSON"):
+        with pytest.raises(ScheduleError, match="not a schedule in JSON"):
             from_json(data)

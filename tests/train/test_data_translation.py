@@ -140,7 +140,7 @@ def test_a_source_keeps_its_most_frequent_translation():
         ("hello world\n", "malformed at line 1: expected msgid"),
         (HEADER + 'msgid "a"\nmsgstr "b"\nmsgstr "c"\n', r"cannot be read: .*line 9"),
         (HEADER + 'msgid "a"\nmsgstr "b" c"\n', "malformed at line 8"),
-        (b"\x95\x04\x12\xde\x00\x00", "no catalogue in UTF-8"),
+        (b"\x95\x04\x12\xde\x00\x00", "not a catalogue in UTF-8"),
     ],
 )
 def test_a_malformed_catalogue_names_the_file_and_the_line(catalogue, content, message, tmp_path):

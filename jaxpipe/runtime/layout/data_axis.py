@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxpipe.runtime.barriers import always
@@ -113,7 +114,7 @@ def no_pieces(slots: Sequence[Index], shapes: Shapes, leaves: Leaves, *, sharded
     """Zeros in place of pieces that go into these slots, or out of them, and whose arrays have
     these shapes. Zeros that XLA knows, it would make before the first tick."""
     one = jax.eval_shape(partial(_in_a_row, leaves=leaves, sharded=sharded), shapes)
-    zero = jnp.where(always(slots[0]), 0, 1)
+    zero = jnp.where(always(slots[0]), np.int32(0), np.int32(1))
     return {
         key: jnp.full((*w.shape[:-1], len(slots), w.shape[-1]), zero, w.dtype)
         for key, w in one.items()
@@ -124,7 +125,8 @@ def put_piece(joined: Joined, n: int, values: Stored, leaves: Leaves, *, sharded
     """Writes the arrays of piece ``n``, whole or this data shard's parts."""
     own = _in_a_row(values, leaves, sharded=sharded)
     return {
-        key: lax.dynamic_update_index_in_dim(joined[key], w, n, axis=-2) for key, w in own.items()
+        key: lax.dynamic_update_index_in_dim(joined[key], w, np.int32(n), axis=-2)
+        for key, w in own.items()
     }
 
 
