@@ -89,7 +89,7 @@ class Adapters:
 
 
 class Adapter(nnx.Module):
-    """What is added to a linear map.
+    """A low-rank term that is added to a linear map.
 
     Args:
       in_width: inputs of the map.

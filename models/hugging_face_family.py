@@ -387,7 +387,7 @@ def _global_layers(layers: tuple[int, ...], count: int) -> dict[str, Any]:
 
 
 def linear_layers(every: int) -> Meaning:
-    """Which layers have full attention, and which linear: every so many are full by default."""
+    """Says which layers have full attention and which linear; by default every so many are full."""
     field, names = "layer_types", (_TYPES[0], "linear_attention")
 
     def read(fields: Fields) -> dict[str, Any]:

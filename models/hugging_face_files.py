@@ -221,7 +221,7 @@ def tensors_in(file: Path) -> Iterator[Tensor]:
         raise ArgumentError([f"{file} is damaged: {error}."]) from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}.") from error
-    for name in opened.keys():  # noqa: SIM118, a handle is no mapping: it cannot be iterated
+    for name in opened.keys():  # noqa: SIM118, a handle of safetensors cannot be iterated
         part = opened.get_slice(name)
         dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
         yield Tensor(file, name, tuple(part.get_shape()), dtype, opened)

@@ -343,7 +343,7 @@ class LoraConfig(Section):
     """Probability with which an element of an adapter's input is dropped."""
     init_from: str | None = None
     """Folder of the peft library with the adapters that the run begins with, on the Hugging Face
-    model of init_from. None draws them."""
+    model of init_from. null draws them."""
     base: Literal["float32", "int8", "nf4"] = "float32"
     """Form of the kernels of all linear maps: float32, int8 with a scale per output, or 4-bit
     NormalFloat with a scale per output and 64 inputs."""

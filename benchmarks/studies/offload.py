@@ -1,4 +1,4 @@
-"""What does offload by lifetime save? The claims of Wan et al. (2025), with modelled costs.
+"""Claims of Wan et al. (2025) on what offload by lifetime saves, with modelled costs.
 
 How long the bus takes for what F keeps, by model, length and rematerialization; what devices must
 keep, by schedule and stages; and the soonest step under a memory limit, with and without offload.

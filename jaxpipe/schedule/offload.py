@@ -41,7 +41,7 @@ class Move(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What leaves a stage's device.
+    """The residuals that leave a stage's device.
 
     Args:
       moves: how the residuals of each pass that leaves move.

@@ -204,7 +204,7 @@ def test_adapters_that_peft_has_made_have_equal_logits(name, options, tmp_path):
 
 
 def test_names_of_the_library_name_linear_maps():
-    """Those of every family."""
+    """Linear maps of every family have names in the library."""
     for name, plain in _FAMILIES.items():
         config = dataclasses.replace(plain, adapters=Adapters(1, 1.0))
         modules = hugging_face._adapted_modules(hugging_face.FAMILIES[name], config)

@@ -186,7 +186,7 @@ class SharedBuffers:
         return written
 
     def _start(self, value: jax.Array | jax.ShapeDtypeStruct, piece: Piece) -> tuple[Index, ...]:
-        """Where a piece of a value starts."""
+        """The indices at which a piece of a value starts."""
         within = (piece.part * size for size in value.shape[1:2])
         rest = (0 for _ in value.shape[2:])
         return start_at(piece.slot * self._rows + piece.layer, *within, *rest)

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layout.buffers import KnownSlots, Piece, SharedBuffers
 from jaxpipe.runtime.layout.data_axis import Joined
-from jaxpipe.runtime.layout.layer_layout import Body, LayerLayout
-from jaxpipe.runtime.layout.leaf import Share
+from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
+from jaxpipe.runtime.tick.pieces import MovedPiece
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import combine, divide, joined, widened
@@ -55,7 +55,6 @@ from jaxpipe.runtime.types import (
 )
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import (
-    NONE,
     BodyParts,
     Cell,
     Moved,
@@ -63,14 +62,13 @@ from jaxpipe.schedule.lowering.table import (
     Row,
     TickTable,
     Transfer,
-    Transfers,
 )
 
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
 """What a layer leaves behind: for B, for B and W, and from B to W."""
 ON_HOST = "on_host"
-"""Those of F that have left the device."""
+"""Residuals of F that have left the device."""
 RESIDUALS_OF = {
     Kind.F: RESIDUALS_OF_F,
     Kind.R: RESIDUALS_OF_F,
@@ -576,59 +574,6 @@ class LayerWork(Work):
         assert self.kind.carry is not None
         structure = jax.tree.structure(self.kind.carry.shapes)
         return jax.tree.unflatten(structure, self.read_slot(carried, name))
-
-
-class MovedPiece(NamedTuple):
-    """A piece of a chunk that moves into or out of a slot, or the share of it, if not all.
-
-    All stages take part in a transfer, since a loop would keep it from running beside layers; one
-    that has nothing to move, as its chunk is `NONE`, reads zeros, and writes nothing.
-
-    Args:
-      at_edge: whether no other chunk comes into the slot in this step.
-    """
-
-    chunk: Index
-    slot: Index
-    number: Index
-    share: Share | None = None
-    at_edge: bool = False
-
-    @property
-    def num_shares(self) -> int:
-        return 1 if self.share is None else self.share.of
-
-
-def run_pieces(
-    fixed: Fixed,
-    layout: LayerLayout,
-    moved: Sequence[MovedPiece],
-    body: Body,
-    arrays: Arrays,
-    joined: Tree,
-) -> tuple[Arrays, Tree]:
-    """Runs ``body(n, at, arrays, joined)`` for every piece, if there is something to move."""
-    for n, piece in enumerate(moved):
-
-        def one(chunk: Index, number: Index, *through: Tree, n: int = n) -> Tree:
-            return body(n, (fixed.stage, chunk, number), *through)
-
-        if isinstance(piece.chunk, int):  # all stages move the same chunk
-            arrays, joined = one(piece.chunk, piece.number, arrays, joined)
-        else:
-            end = piece.number + (piece.chunk != NONE).astype(jnp.int32)
-            span = jnp.maximum(piece.chunk, 0), piece.number, end
-            arrays, joined = layout.loop(span, one, arrays, joined)
-    return arrays, joined
-
-
-def pieces_of(transfers: Transfers, transfer: Transfer) -> list[MovedPiece]:
-    """Lists what a stage moves in a tick."""
-    found, of = [], transfers.shares
-    for first in (transfer.piece + n for n in range(transfers.group)):
-        share = None if of == 1 else Share(first % of, of)
-        found.append(MovedPiece(transfer.chunk, transfer.slot, first // of, share))
-    return found
 
 
 class WeightSource(abc.ABC):

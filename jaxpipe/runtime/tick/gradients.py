@@ -24,9 +24,8 @@ from jaxpipe.runtime.tick.fixed import (
     Fixed,
     GradientSink,
     LayerWork,
-    MovedPiece,
-    run_pieces,
 )
+from jaxpipe.runtime.tick.pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.zero import Zero
@@ -104,7 +103,7 @@ class Summed(GradientSink):
             return sums, joined
 
         empty = no_pieces([one.slot for one in moved], _summed(leaves), leaves, sharded=False)
-        sums, joined = run_pieces(fixed, fixed.params, moved, read, carried.gradients, empty)
+        sums, joined = run_pieces(fixed.stage, fixed.params, moved, read, carried.gradients, empty)
         return carried.but(gradients=sums), joined
 
     @jax.named_scope("reduce")
@@ -123,7 +122,9 @@ class Summed(GradientSink):
             return self._put(fixed, at, moved[n].share, arrays, values), reduced
 
         name = "gradients" if self._in_place else "finished"
-        arrays, _ = run_pieces(fixed, fixed.params, moved, put, getattr(carried, name), reduced)
+        arrays, _ = run_pieces(
+            fixed.stage, fixed.params, moved, put, getattr(carried, name), reduced
+        )
         return carried.but(**{name: arrays})
 
     def _sums_at(self, fixed: Fixed, at: At, slot: Index, share: Share | None = None) -> Tree:

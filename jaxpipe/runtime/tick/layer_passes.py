@@ -175,6 +175,7 @@ def run_layers(
             number = work.cell.number + lo
             sums, rest = _run_chunks(work, parts, number, sums, rest, down=down, only=only)
         else:
+            assert only is None, "only layers of chunks that the program knows run one by one"
             body = _layer_body(work)
             sums, rest = work.fixed.params.loop(span, body, sums, rest, down=down)
     if stamps is not None:

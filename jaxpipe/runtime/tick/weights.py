@@ -23,11 +23,10 @@ from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
 from jaxpipe.runtime.tick.fixed import (
     Fixed,
     LayerWork,
-    MovedPiece,
     Setup,
     WeightSource,
-    run_pieces,
 )
+from jaxpipe.runtime.tick.pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
@@ -127,7 +126,7 @@ class Gathered(WeightSource):
         empty = [
             no_pieces(slots, one, of, sharded=True) for one, of in zip(shapes, leaves, strict=True)
         ]
-        _, joined = run_pieces(fixed, fixed.params, moved, read, {}, empty)
+        _, joined = run_pieces(fixed.stage, fixed.params, moved, read, {}, empty)
         return [gather_joined(one, fixed.axes) for one in joined]
 
     @jax.named_scope("store_gathered")
@@ -141,7 +140,7 @@ class Gathered(WeightSource):
                 place = layout.piece_at(at, slot=moved[n].slot, share=moved[n].share)
                 return layout.write(slots, place, get_piece(whole, n, shapes, leaves)), whole
 
-            return run_pieces(fixed, layout, moved, write, slots, whole)[0]
+            return run_pieces(fixed.stage, layout, moved, write, slots, whole)[0]
 
         leaves = self._leaves(fixed, moved[0].num_shares)
         shapes = self._piece_shapes(fixed, leaves, sharded=False)
@@ -168,7 +167,7 @@ class Gathered(WeightSource):
         return list(map(cast, shards, fixed.setup.compute, scales)), carried
 
     def _leaves(self, fixed: Fixed, shares: int) -> list[Leaves]:
-        """What moves at once of all layouts."""
+        """Leaves of a piece, or of one of its shares, by layout."""
         return [share_of(layout.piece, shares) for layout in fixed.setup.layer_layouts]
 
     def _piece_shapes(self, fixed: Fixed, leaves: list[Leaves], *, sharded: bool) -> list[Shapes]:

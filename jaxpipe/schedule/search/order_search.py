@@ -122,7 +122,7 @@ def _by_rules(
 
     tried = []
     affordable = max(1, int(microseconds * _RULE_SHARE / (_ORDERED * size)))
-    for rule in itertools.islice(_rules(placement), affordable):
+    for rule in _rules(placement)[:affordable]:
         schedule = ordered(rule, trial)
         tried.append((makespan(schedule, costs), rule, schedule))
     tried.sort(key=lambda item: item[:2])
