@@ -74,7 +74,7 @@ def test_a_problem_is_told_in_the_names_of_each_surface(call, python):
         trainer = re.sub(rf"(?<!\.)\b{name}=", field, trainer)
         trainer = trainer.replace(leave, f"Leave {field.strip('=')} out")
     assert options.message(caught.value) == command_line
-    failures = list(errors.of_schedule(caught.value, caught.value.problems[0].schedule or ""))
+    failures = list(errors.of_pipeline(caught.value, caught.value.problems[0].schedule or ""))
     found = [failure.message for failure in failures]
     assert found == re.sub(r"\n(?=Nearest|Leave)", " ", trainer).splitlines()
 
@@ -84,7 +84,7 @@ def test_arguments_that_have_no_place_are_told_in_the_names_of_each_surface():
         formats.load("a.csv", num_stages=2, num_microbatches=None, num_chunks=1, group=2)
     assert str(caught.value).endswith("stands: leave out num_chunks, group.")
     assert options.message(caught.value).endswith("stands: leave out --chunks, --group.")
-    (failure,) = errors.of_schedule(caught.value, "a.csv")
+    (failure,) = errors.of_pipeline(caught.value, "a.csv")
     assert failure.message.endswith("stands: leave out pipeline.chunks, pipeline.group.")
 
 
@@ -102,14 +102,14 @@ def test_the_library_knows_no_names_of_the_trainer():
 def test_the_trainer_knows_which_fields_a_rule_reads():
     with pytest.raises(ArgumentError) as caught:
         SteadyState(4, 2, "2bw")
-    (failure,) = errors.of_schedule(caught.value, "2bw")
+    (failure,) = errors.of_pipeline(caught.value, "2bw")
     assert set(failure.fields) == {"pipeline.schedule", "mesh.stage", "pipeline.microbatches"}
 
 
 def test_the_trainer_names_the_schedule_it_was_asked_for():
     with pytest.raises(ArgumentError) as caught:
         catalog.build("1f1b", stages=2, microbatches=2, group=2)
-    (failure,) = errors.of_schedule(caught.value, "pipemare")
+    (failure,) = errors.of_pipeline(caught.value, "pipemare")
     assert "pipeline.group=2 does not fit schedule 'pipemare'" in failure.message
 
 
@@ -124,7 +124,7 @@ def test_a_model_names_its_own_fields_and_the_trainer_those_of_its_section():
 
 def test_the_trainer_writes_patterns_as_its_field_has_them():
     problem = Problem("fp8", ["*up", "*down"], "needs layers that are alike", ((),))
-    (failure,) = errors.of_fp8(ArgumentError([problem]))
+    (failure,) = errors.of_pipeline(ArgumentError([problem]), "1f1b")
     rule = "needs layers that are alike. Leave pipeline.fp8 out."
     assert failure.message == f"pipeline.fp8='*up,*down' {rule}"
 

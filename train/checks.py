@@ -198,13 +198,22 @@ def _text(config: Config) -> Iterator[Failure]:
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
+    limit, residuals = config.pipeline.memory_limit, config.pipeline.residuals
+    if limit is not None and configured.limit_of_memory(config) == "residuals":
+        yield Failure(
+            f"pipeline.memory_limit={limit} has no effect with pipeline.schedule=auto and "
+            f"pipeline.residuals={residuals}, which is the limit. Nearest valid: "
+            "pipeline.memory_limit=null, or pipeline.residuals=device.",
+            ("pipeline.memory_limit", "pipeline.residuals", "pipeline.schedule"),
+        )
     layers, chunks = config.num_layers, config.pipeline.chunks or 1
     # A placement of too few layers cannot be searched, which is said below.
     if layers >= config.mesh.stage or not configured.chooses_placement(config):
         try:
             order = configured.any_order(config)
         except ValueError as error:
-            yield from errors.of_schedule(error, config.pipeline.schedule)
+            memory = configured.limit_of_memory(config)
+            yield from errors.of_pipeline(error, config.pipeline.schedule, memory=memory)
         else:
             chunks = order.num_chunks
             if config.pipeline.pair_layers and not order.overlapped:
@@ -237,8 +246,16 @@ def _depth(config: Config) -> list[str]:
 
 def _alike(config: Config) -> Iterator[Failure]:
     """Finds settings that need layers that are alike."""
-    nearest = {"weights=unrolled": "stacked", "pair_layers=true": "null"}
-    given = config.pipeline.weights == "unrolled", config.pipeline.pair_layers
+    residuals = config.pipeline.residuals
+    nearest = {
+        "weights=unrolled": "stacked",
+        "pair_layers=true": "null",
+        f"residuals={residuals}": "host",
+    }
+    given = (
+        *(config.pipeline.weights == "unrolled", config.pipeline.pair_layers),
+        not isinstance(residuals, str),
+    )
     settings = list(itertools.compress(nearest, given))
     if settings and isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
         for setting in settings:
@@ -649,7 +666,7 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
     try:
         configured.steady_state(config)
     except ValueError as error:
-        yield from errors.of_schedule(error, name)
+        yield from errors.of_pipeline(error, name)
     if settings.discrepancy_decay and name != "pipemare":
         yield Failure(
             f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "

@@ -190,7 +190,8 @@ class PipelineConfig(Section):
     """Memory in which residuals wait for their backward: the device's or the host's. remat=none
     moves most to the host, and remat=full least. Or a number: microbatches of a full stage whose
     residuals a device keeps at once, as --offload of `jaxpipe show` counts them. Of the others,
-    those that wait longest move to the host and back while layers run. Layers must be alike."""
+    those that wait longest move to the host and back while layers run. Layers must be alike.
+    ``auto`` takes the number as its memory_limit and reads costs.offload."""
     pair_layers: bool | None = None
     """Whether forwards and backwards that the schedule overlaps, as dualpipe-v-published does, run
     layer by layer in one loop, in which matmuls of one hide communication of the other. null is
@@ -246,6 +247,9 @@ class CostsConfig(Section):
     (pipeline.sequence_slices)."""
     rendezvous: bool = False
     """Whether the sender of a message waits for its receiver."""
+    offload: Positive = 1.0
+    """Time in which the residuals of a chunk move to the host, or back, as a share of f. Only for
+    ``auto`` with a number as pipeline.residuals."""
 
 
 class OptimizerConfig(Section):

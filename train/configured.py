@@ -148,6 +148,7 @@ def order(config: Config) -> Schedule:
       ValueError: as in `jaxpipe.schedules.build`.
     """
     pipeline, name = config.pipeline, config.pipeline.schedule
+    limit, offload = _memory(config)
     if chooses_placement(config):
         return searched(config, [1.0] * config.num_layers)
     return schedules.build(
@@ -157,7 +158,8 @@ def order(config: Config) -> Schedule:
         chunks=pipeline.chunks,
         group=pipeline.group,
         slices=slices(config),
-        memory_limit=pipeline.memory_limit,
+        memory_limit=limit,
+        offload=offload,
         costs=costs(config),
     )
 
@@ -197,15 +199,31 @@ def searched(
     half = costs(config)
     message = half.message or _EXCHANGE * (half.f + half.b + half.w)
     half = dataclasses.replace(half, message=message)
+    limit, offload = _memory(config)
     return schedules.build(
         "auto",
         stages=config.mesh.stage,
         microbatches=config.pipeline.microbatches,
         slices=slices(config),
-        memory_limit=config.pipeline.memory_limit,
+        memory_limit=limit,
+        offload=offload,
         layer_costs=[half.times(scale * cost) for cost in layer_costs],
         seconds=seconds,
     )
+
+
+def _memory(config: Config) -> tuple[float | None, float | None]:
+    """Returns the limit of memory, and the time of moves to a host where residuals may wait."""
+    field = limit_of_memory(config)
+    offload = config.costs.offload if field == "residuals" else None
+    return getattr(config.pipeline, field), offload
+
+
+def limit_of_memory(config: Config) -> str:
+    """Names the field of ``pipeline`` that limits what a schedule keeps on a device: with a number
+    of ``residuals``, which others leave for the host, ``auto`` orders for that number."""
+    some = not isinstance(config.pipeline.residuals, str)
+    return "residuals" if some and config.pipeline.schedule == "auto" else "memory_limit"
 
 
 def slices(config: Config) -> int | None:
@@ -223,7 +241,7 @@ def own_counts(config: Config) -> tuple[int, ...] | None:
 
 def costs(config: Config) -> Costs:
     """Returns the costs that schedules and ticks are made for."""
-    return Costs(**config.costs.model_dump())
+    return Costs(**config.costs.model_dump(exclude={"offload"}))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,16 +57,22 @@ def in_short(failure: Failure, values: Iterable[Any]) -> Failure:
     return dataclasses.replace(failure, message=message)
 
 
-def of_schedule(error: ValueError, name: str) -> Iterator[Failure]:
-    """Yields what a schedule refuses, in the names of the configuration's fields.
+def of_pipeline(error: ValueError, name: str, *, memory: str = "memory_limit") -> Iterator[Failure]:
+    """Yields what a schedule or a pipeline refuses, in the names of the configuration's fields.
 
     Args:
       error: what the library raised.
       name: name of the schedule that was asked for, even if another was built to warm up with.
+      memory: name of the field that limits what is kept.
     """
     for problem in _problems(error):
-        if isinstance(problem, Problem) and problem.schedule is not None:
-            problem = dataclasses.replace(problem, schedule=name)
+        if isinstance(problem, Problem):
+            argument = memory if problem.argument == "memory_limit" else problem.argument
+            asked = None if problem.schedule is None else name
+            problem = dataclasses.replace(problem, argument=argument, schedule=asked)
+            if argument == "fp8":
+                patterns = ",".join(cast(Sequence[str], problem.value))
+                problem = dataclasses.replace(problem, value=patterns, nearest=(None,))
         yield _failure(problem, _field, "pipeline.schedule")
 
 
@@ -75,15 +81,6 @@ def of_model(error: ValueError) -> Iterator[Failure]:
     for problem in _problems(error):
         failure = _failure(problem, "model.{}".format, "model")
         yield Failure(failure.message, failure.fields[:1])
-
-
-def of_fp8(error: ArgumentError) -> Iterator[Failure]:
-    """Yields what a pipeline refuses of weights that are to be quantized."""
-    for problem in error.problems:
-        if isinstance(problem, Problem) and problem.argument == "fp8":
-            patterns = ",".join(cast(Sequence[str], problem.value))
-            problem = dataclasses.replace(problem, value=patterns, nearest=(None,))
-        yield _failure(problem, _field, "pipeline.fp8")
 
 
 def _problems(error: ValueError) -> Sequence[Problem | str]:

@@ -202,14 +202,14 @@ class Setup:
         return batch | {"reference": found}
 
     def _pipeline(self, order: Schedule, counts: Sequence[int], *, train: bool = True) -> Pipeline:
-        if self.config.pipeline.fp8 is None:
-            return self._unchecked(order, counts, train=train)
         try:
             pipe = self._unchecked(order, counts, train=train)
-            # What layers do with the weights shows when they are traced.
-            layer_costs(pipe, self._batch_shapes(pipe), jax.eval_shape(lambda: self.rng(0)))
+            if self.config.pipeline.fp8 is not None:
+                # What layers do with the weights shows when they are traced.
+                layer_costs(pipe, self._batch_shapes(pipe), jax.eval_shape(lambda: self.rng(0)))
         except ArgumentError as error:
-            raise errors.ConfigError(list(errors.of_fp8(error))) from error
+            failures = errors.of_pipeline(error, self.config.pipeline.schedule)
+            raise errors.ConfigError(list(failures)) from error
         return pipe
 
     def _unchecked(
@@ -247,7 +247,7 @@ class Setup:
         try:
             return self.pipe.train_step(self.optimizer, update=self.config.pipeline.update)
         except ValueError as error:
-            failures = errors.of_schedule(error, self.config.pipeline.schedule)
+            failures = errors.of_pipeline(error, self.config.pipeline.schedule)
             raise errors.ConfigError(list(failures)) from error
 
     def make_optimizer(self, *, clips: bool = True) -> optax.GradientTransformation:

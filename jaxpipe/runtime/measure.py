@@ -33,6 +33,7 @@ from jaxpipe.runtime.update.training_step import Applied
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.breadth_first import breadth_first
 from jaxpipe.schedule.generators.depth_first import one_f_one_b
+from jaxpipe.schedule.offload import kept_on_devices
 from jaxpipe.schedule.problems import refuse
 from jaxpipe.schedule.simulate import Costs
 
@@ -415,7 +416,13 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         # With only one slot for a layer, the values that B leaves for W are written in place.
         orders = (tuple(sorted(row, key=lambda a: a.kind is Kind.W)) for row in schedule.orders)
         schedule = dataclasses.replace(schedule, orders=tuple(orders), peak_in_flight=None)
-    options = dataclasses.replace(pipe.options, layer_counts=None, poison=False)
+    residuals = pipe.options.residuals
+    if not isinstance(residuals, str):
+        parts = schedule.num_chunks * slices
+        residuals = max(residuals, max(kept_on_devices(schedule)) / parts)
+    options = dataclasses.replace(
+        pipe.options, layer_counts=None, poison=False, residuals=residuals
+    )
     return Pipeline(
         pipe.model,
         params,

@@ -189,6 +189,14 @@ def test_parts_of_what_waits_are_on_the_device_and_the_host():
     assert of_layer / 2 <= measure.tree_bytes(kept["moving"]) <= of_layer / 2 + 64
 
 
+def test_a_limit_below_two_microbatches_is_predicted_too():
+    """Although the program of two microbatches that is compiled for it keeps both."""
+    given = {"num_layers": 8, "microbatches": 6, "residuals": 1.5}
+    pipe = toys.pipeline("tied", "1f1b-v", {"stage": 2}, **given)
+    predicted = measure.predicted_bytes(pipe, toys.named("tied", 8).batch(6))
+    assert predicted["working_set"] > 0
+
+
 def test_what_cannot_move_is_refused():
     with pytest.raises(ValueError, match=r"residuals=0.5 does not fit schedule '1f1b'(.|\n)*2.0"):
         pipeline(residuals=0.5)

@@ -96,6 +96,9 @@ NEAREST = {
     "pipeline.schedule: pipemare, distributed.copy_every: 5": "0, or pipeline.schedule=1f1b.",
     "asynchronous.warmup_steps: 3": "0, or pipeline.schedule=pipemare.",
     "asynchronous.rescheduling_steps: 0": "null, or pipeline.schedule=pipemare.",
+    "pipeline.schedule: auto, pipeline.residuals: 2.5, pipeline.memory_limit: 3": (
+        "pipeline.memory_limit=null, or pipeline.residuals=device."
+    ),
     # Optimizers.
     "optimizer.name: muno": "muon",
     "optimizer.offload: true, optimizer.max_skipped: 3": "optimizer.offload=False",
@@ -112,6 +115,7 @@ SAID = {
     "pipeline.schedule: 2bw, pipeline.sequence_slices: 2": "which runs whole sequences",
     "pipeline.schedule: pipemare, pipeline.chunks: 2": "'pipemare': each of its stages holds 1",
     "asynchronous.discrepancy_decay: 1.0": "=1.0 must be at least 0 and below 1.",
+    "pipeline.schedule: auto, pipeline.residuals: 0.5": "pipeline.residuals=0.5 does not fit sch",
     "pipeline.partition: flop": "must be equal, flops, measured, or the layers",
     "pipeline.partition: '2,3'": "must be 2 counts of at least 1",
     "pipeline.partition: '4,0'": "must be 2 counts of at least 1",

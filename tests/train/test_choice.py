@@ -15,8 +15,9 @@ from jaxpipe.runtime.layers.split import chosen_remat
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import to_json
+from jaxpipe.schedule.offload import kept_on_devices, parts_of
 from jaxpipe.schedule.partition import chunk_costs
-from jaxpipe.schedule.simulate import Costs
+from jaxpipe.schedule.simulate import Costs, peak_in_flight
 from train import configured, loop, step
 from train.config import Config
 from train.config_file import load_yaml
@@ -68,6 +69,18 @@ def test_auto_places_a_models_layers_unless_they_are_placed():
     assert configured.order(_config(pipeline=few, costs={"message": 9.0})).num_chunks == 1
     placed = few | {"partition": "1,1,1,1"}
     assert configured.order(_config(pipeline=placed)).num_chunks == 2
+
+
+def test_auto_may_keep_more_in_flight_than_devices_keep():
+    """A slow bus carries less: then fewer are in flight."""
+    shape = {"mesh": {"stage": 4}, "model": {"num_layers": 8}}
+    pipeline = {"microbatches": 16, "residuals": 1.5}
+    for offload, more in ((0.5, True), (9.0, False)):
+        config = _config(**shape, pipeline=pipeline, costs={"offload": offload})
+        schedule = configured.searched(config, [1.0] * 8)
+        kept = kept_on_devices(schedule, parts_of(offload, [configured.costs(config)]))
+        assert max(kept) <= 1.5 * schedule.num_chunks
+        assert (max(peak_in_flight(schedule)) > 1.5 * schedule.num_chunks) == more
 
 
 def test_auto_counts_that_later_slices_take_longer():
