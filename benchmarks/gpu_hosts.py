@@ -54,7 +54,7 @@ def main() -> None:
                 mesh=jaxpipe.make_mesh(stage=STAGES, data=DATA, devices=order),
                 remat="full",
                 zero=3,
-                weight_slots=2,
+                weights="stacked",
                 compute_dtype="bfloat16",
             )
             step = modelled_steps.pipeline_step(pipe, DATA * microbatches, CONFIG)

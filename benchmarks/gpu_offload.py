@@ -55,6 +55,8 @@ def compiled(stage: int, data: int, zero: int, remat: str, *, on_host: str) -> j
         mesh=jaxpipe.make_mesh(stage=stage, data=data, devices=h100s(stage * data)),
         remat=remat,
         zero=zero,
+        weights="stacked",
+        weight_slots=1,
         residuals="host" if on_host == "residuals" else "device",
     )
     rows = MICROBATCHES * ROWS * data, CONFIG.sequence_length + 1

@@ -64,7 +64,7 @@ def stage_of_pipeline(
         schedule,
         [per_chunk] * schedule.placement.num_virtual_stages,
         gradient_slots=schedule.num_chunks,
-        own_slots=options.get("weights") == "unrolled",
+        own_slots=pipe.options.weights == "unrolled",
         overlaps=transfers_overlap(mesh),
     )
     pipe.table = column(whole, stage)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jaxpipe.schedule import catalog as schedules
 
 if TYPE_CHECKING:
+    from jaxpipe import errors as errors
+    from jaxpipe import gpu_flags as gpu_flags
+    from jaxpipe import measure as measure
     from jaxpipe import nnx as nnx
     from jaxpipe import testing as testing
     from jaxpipe.api import (
@@ -46,9 +49,12 @@ __all__ = [
     "Weighted",
     "WithLoss",
     "axes_across_hosts",
+    "errors",
+    "gpu_flags",
     "init_params",
     "load_params",
     "make_mesh",
+    "measure",
     "nnx",
     "on_host",
     "schedules",
@@ -57,13 +63,15 @@ __all__ = [
     "vocabulary",
 ]
 
+_MODULES = ("errors", "gpu_flags", "measure", "nnx", "testing")
+
 
 if not TYPE_CHECKING:  # to a type checker such a function has every name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'jaxpipe' has no attribute {name!r}")
-        if name in ("nnx", "testing"):
+        if name in _MODULES:
             return importlib.import_module(f"jaxpipe.{name}")
         # Only checkpoints need orbax, which takes a while to import.
         home = "jaxpipe.checkpoint" if name == "Checkpoints" else "jaxpipe.api"

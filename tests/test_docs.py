@@ -41,6 +41,13 @@ def test_every_path_and_dotted_name_in_the_documentation_exists():
             assert pkgutil.resolve_name(name) is not None, f"{name} in {page}"
 
 
+def test_users_are_sent_to_no_name_that_needs_a_further_import():
+    for page in (TOP / "README.md", *(TOP / "docs").glob("*.md")):
+        names = set(re.findall(r"\bjaxpipe\.([a-z_]\w*)", page.read_text(encoding="utf-8")))
+        names -= {"configurations", "schedule"}  # entry points, and what is always imported
+        assert names <= set(jaxpipe.__all__), page
+
+
 def test_every_link_leads_to_a_file_and_a_section():
     pages = [*TOP.glob("*.md"), *_pages()]
     links = {

@@ -14,7 +14,6 @@ from typing import Any
 from jaxpipe import schedules
 from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
 from jaxpipe.files import read_json, write_whole
-from jaxpipe.planning.plans import UNROLLED_LAYERS
 from jaxpipe.schedule import (
     Costs,
     Schedule,
@@ -47,20 +46,11 @@ _EXCHANGE = 0.02
 ``costs.message`` sets it: without it `auto` would cut a model into as many chunks as layers."""
 
 
-def weights(config: Config, *, platform: str, alike: bool, counts: Sequence[int]) -> str:
-    """Chooses the layout of the weights of a stage's layers: "stacked" or "unrolled".
-
-    Args:
-      config: a configuration.
-      platform: platform of the devices, such as "cpu" or "gpu".
-      alike: whether all layers are alike.
-      counts: layers of every virtual stage.
-    """
-    if config.pipeline.weights != "auto":
-        return config.pipeline.weights
-    possible = alike and not is_asynchronous(config) and config.pipeline.update == "step"
-    few = sum(counts) <= UNROLLED_LAYERS * config.mesh.stage
-    return "unrolled" if platform == "gpu" and possible and few else "stacked"
+def weights(config: Config) -> str:
+    """Names the layout of the weights of a stage's layers, as `jaxpipe.Pipeline` takes it."""
+    wanted = config.pipeline.weights
+    one_array = is_asynchronous(config) or config.pipeline.update == "chunk"
+    return "stacked" if wanted == "auto" and one_array else wanted
 
 
 def recorded(config: Config) -> dict[str, Any]:
@@ -88,17 +78,11 @@ def trainable(config: Config) -> list[str] | None:
     return patterns
 
 
-def weight_slots(config: Config, *, platform: str) -> int:
-    """Chooses how many chunks of weights and of gradient sums a stage keeps at once.
-
-    Args:
-      config: a configuration.
-      platform: platform of the devices, such as "cpu" or "gpu".
-    """
+def weight_slots(config: Config) -> int | None:
+    """Gives the chunks of weights and of gradient sums that a stage keeps at once, as
+    `jaxpipe.Pipeline` takes them. With updates by chunk, the fewest are kept."""
     wanted = config.pipeline.weight_slots
-    if wanted is None:
-        return 2 if platform != "cpu" and config.pipeline.update == "step" else 1
-    return wanted
+    return 1 if wanted is None and config.pipeline.update == "chunk" else wanted
 
 
 def without_choice(config: Config) -> Config:

@@ -551,12 +551,14 @@ class Trainer:
             baseline = task.baseline(self.examples, self.heldout)
             metrics = "".join(f", {text}" for text in shown(evaluated.get("eval_metrics")))
             loss = f"{evaluated['eval_loss']:.4f} {task.loss_unit}".rstrip()
-            say(self.console, f"held-out loss {loss}{metrics}; {baseline}")
+            beside = "" if baseline is None else f"; {baseline}"
+            say(self.console, f"held-out loss {loss}{metrics}{beside}")
             for line in evaluation.of_domains(evaluated.get("eval_domains", {})):
                 say(self.console, line)
         plot.write(self.config.folder)
         text, score = task.report(params, layers, self.heldout)
-        say(self.console, text)
+        if text:
+            say(self.console, text)
         return score
 
     def save(self, *, num_batches: int) -> None:

@@ -157,7 +157,7 @@ class Planned:
         """
         config, shape = self.config, self.config.mesh
         own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor, shape.expert
-        slots = configured.weight_slots(config, platform="gpu")
+        slots = configured.weight_slots(config) or 2  # as by default on GPUs
         devices = cluster(device, shape.num_devices, memory=limit_bytes)
         on_host = NOTHING
         if devices.has_host_memory:

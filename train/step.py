@@ -222,13 +222,8 @@ class Setup:
             "trainable": configured.trainable(self.config),
             "fp8": given["fp8"].split(",") if given["fp8"] else (),
             "remat": configured.remat(self.config),
-            "weights": configured.weights(
-                self.config,
-                platform=self._platform,
-                alike=not isinstance(self.shapes["layers"], tuple),
-                counts=counts,
-            ),
-            "weight_slots": configured.weight_slots(self.config, platform=self._platform),
+            "weights": configured.weights(self.config),
+            "weight_slots": configured.weight_slots(self.config),
             "layer_counts": counts,
         }
         model, states = model or self.task.model(train=train), self.task.init_states()

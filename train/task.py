@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import hashlib
 import math
 import re
 import typing
@@ -24,6 +25,9 @@ from train.config import Config, DataConfig, Section
 from train.data.stream import Examples, Unnumbered
 from train.data.tokenizer_files import Exported
 from train.errors import Failure
+
+_DIGESTED = 16
+"""Held-out rows that stand for all of the data."""
 
 
 def _from_yaml(declared: Any) -> Any:
@@ -69,14 +73,14 @@ class Task(abc.ABC):
     fixed: ClassVar[tuple[str, ...]] = ()
     free: ClassVar[tuple[str, ...]] = ("dropout",)
     depth: ClassVar[tuple[str, ...]] = ("num_layers",)
-    unit: ClassVar[str]
+    unit: ClassVar[str] = "rows"
     loss_unit: ClassVar[str] = ""
     slices: ClassVar[bool] = False
     adapts: ClassVar[bool] = False
     data_options: ClassVar[tuple[str, ...]] = ()
     data_kind: ClassVar[str | None] = None
     report_file: ClassVar[str | None] = None
-    units_per_row: int
+    units_per_row: int = 1
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -219,13 +223,23 @@ class Task(abc.ABC):
                 ("data.path", "train.eval_batches", "train.batch_size"),
             )
 
-    @abc.abstractmethod
     def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of one row of a batch, by name."""
+        """Returns shape and dtype of one row of a batch, by name; by default of a held-out one."""
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype))
+            for name, leaf in self._few_rows.items()
+        }
 
-    @abc.abstractmethod
     def data_digest(self) -> str:
-        """Returns a digest of the tokenizer or the data, which must not change during a run."""
+        """Returns a digest of the tokenizer or the data, which must not change during a run; by
+        default of a few held-out rows."""
+        leaves = (leaf for _, leaf in sorted(self._few_rows.items()))
+        return hashlib.sha256(b"".join(map(np.ndarray.tobytes, leaves))).hexdigest()
+
+    @functools.cached_property
+    def _few_rows(self) -> dict[str, np.ndarray]:
+        _, heldout = self.load()
+        return self.rows(heldout, _DIGESTED)
 
     def exported_tokenizer(self, folder: Path) -> Exported | None:
         """Returns the tokenizer that `train.export` writes beside the weights; None without one.
@@ -243,13 +257,15 @@ class Task(abc.ABC):
         """Returns the floating-point operations of a training step per row; None if not counted."""
         return None
 
-    @abc.abstractmethod
-    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str:
-        """Returns the loss or score of a trivial model of the same data, in words."""
+    def baseline(self, train: Examples | Unnumbered, heldout: Examples) -> str | None:
+        """Returns the loss or score of a trivial model of the same data, in words; by default
+        None."""
+        del train, heldout
+        return None
 
-    @abc.abstractmethod
     def report(self, params: PyTree, states: PyTree, heldout: Examples) -> tuple[str, float | None]:
-        """Measures the trained model at the end of a run; may write to ``run_dir``.
+        """Measures the trained model at the end of a run; may write to ``run_dir``. By default it
+        says nothing.
 
         Args:
           params: canonical parameters, on the host.
@@ -259,6 +275,8 @@ class Task(abc.ABC):
         Returns:
           The result in words, and as a number of which higher is better; None if there is none.
         """
+        del params, states, heldout
+        return "", None
 
     def num_parameters(self) -> int:
         """Returns the number of parameters of the whole model."""

@@ -26,7 +26,6 @@ from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import cluster, find
 from jaxpipe.planning.plans import (
     SCHEDULES,
-    UNROLLED_LAYERS,
     Offload,
     PlacedPlan,
     Plan,
@@ -34,6 +33,7 @@ from jaxpipe.planning.plans import (
 )
 from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
+from jaxpipe.runtime.defaults import UNROLLED_LAYERS
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import timelines

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
+from jaxpipe.runtime.defaults import UNROLLED_LAYERS
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import Lowering
@@ -29,8 +30,6 @@ from jaxpipe.schedule.simulate import Costs
 
 MASTER_BYTES = 4
 """Bytes of an element of a gradient sum or of the optimizer's state: float32."""
-UNROLLED_LAYERS = 16
-"""Layers per stage up to which one array per layer is worth compiling (studies/h100.md)."""
 MOST_ROWS = 64
 """Most rows of a microbatch on one data shard."""
 MOST_STAGES = 64

@@ -129,6 +129,7 @@ class Assembly:
     def _lower(self, schedule: Schedule, *, by_chunk: bool = False) -> TickTable:
         """Lowers a schedule whose gradients are used when the step has ended, or by chunk."""
         layers, at_end, slots = self._layers, not by_chunk, self.options.weight_slots
+        assert slots is not None  # `Options.on` has decided
         residuals = self.options.residuals
         room_for_all = at_end and not self.options.zero.shards_gradients
         return lower(

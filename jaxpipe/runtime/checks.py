@@ -310,7 +310,7 @@ def _layer_numbers(
             yield (
                 f"params['layers'] holds {depth} layers, and schedule {schedule.name!r} has "
                 f"{virtual_stages} virtual stages: each needs a layer. Use fewer stages or chunks, "
-                "or say with layer_counts which stay empty."
+                "or give layer_counts with 0 for those that stay empty."
             )
         return
     if isinstance(layer_counts, str) or not hasattr(layer_counts, "__len__"):
@@ -365,7 +365,7 @@ def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
     rows, problems = rows_of(tree)
     yield from problems
     if not jax.tree.leaves(tree):
-        yield f"batch holds no array; expected arrays whose rows divide into {unit}."
+        yield f"batch holds no array; expected arrays whose rows can be split evenly into {unit}."
     if len(set(rows.values())) != 1:
         return
     at, n = next(iter(rows.items()))  # the others have as many
@@ -374,7 +374,7 @@ def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
         below, above = n // step * step, max(-(-n // step), 1) * step
         valid = ", ".join(str(n) for n in (below, above) if n)
         remedy = " Or add rows of no weight: `pipe.pad_batch(batch)`." if n else ""
-        yield f"{at} has {n} rows, which do not divide into {unit}."
+        yield f"{at} has {n} rows, which cannot be split evenly into {unit}."
         yield f"Nearest valid: {valid}.{remedy}"
     if schedule.num_slices > 1:
         yield from _sequences(tree, schedule.num_slices)

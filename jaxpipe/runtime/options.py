@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxpipe.runtime import filters, host
+from jaxpipe.runtime import defaults, filters, host
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
@@ -51,11 +51,11 @@ class Options:
       weights: the layout of a stage's weights, for layers that are alike. "stacked" is one array
         per parameter, for any depth. "unrolled" is one array per layer, which saves GPUs copies of
         weights and residuals. Its program grows with the layers of a stage and, up to a limit, with
-        the residuals kept at once.
+        the residuals kept at once. "auto" is unrolled on GPUs, up to 16 layers per stage.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, at least as many as a tick uses. With 2 or more, chunks move over data
         under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
-        the gathers.
+        the gathers. None is 2 on GPUs and TPUs, and 1 on CPUs.
       residuals: the memory in which residuals wait for their backward: the "device", or the "host",
         over the device's bus; best with ``remat="full"``, which keeps least. Or the microbatches of
         a full stage, such as 2.5, whose residuals a device keeps at once: of the others, those that
@@ -73,8 +73,8 @@ class Options:
     full_precision: Filter = ()
     remat: str = "auto"
     zero: Zero = Zero.NOTHING
-    weights: str = "stacked"
-    weight_slots: int = 1
+    weights: str = "auto"
+    weight_slots: int | None = None
     residuals: str | float = "device"
     pair_layers: bool | None = None
     layer_counts: Sequence[int] | None = None
@@ -89,11 +89,12 @@ class Options:
             yield Problem("zero", self.zero, "is not a level", (0, 1, 2, 3))
         elif self.zero not in (0, 1, 2, 3):
             yield Problem("zero", self.zero, "is not a level", (min(max(self.zero, 0), 3),))
-        if self.weights not in LAYOUTS:
-            rule = f"is not a layout; choose one of {', '.join(LAYOUTS)}"
+        if self.weights not in ("auto", *LAYOUTS):
+            rule = f"is not a layout; choose one of auto, {', '.join(LAYOUTS)}"
             yield Problem("weights", self.weights, rule)
-        if not _is_number(self.weight_slots) or self.weight_slots < 1:
-            yield Problem("weight_slots", self.weight_slots, "holds no chunk", (1,))
+        slots = self.weight_slots
+        if slots is not None and (not _is_number(slots) or slots < 1):
+            yield Problem("weight_slots", slots, "holds no chunk", (1,))
         kept = not isinstance(self.residuals, (str, bool)) and self.residuals
         if not (kept and kept > 0) and self.residuals not in ("device", "host"):
             rule = "is not one of device, host, or a number of microbatches above 0"
@@ -117,16 +118,30 @@ class Options:
         narrow = leaf.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         return narrow if is_wider(leaf, narrow) else leaf.dtype
 
-    def on(self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule) -> Options:
+    def on(
+        self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule, num_layers: int
+    ) -> Options:
         """Returns the options with those that depend on the mesh decided."""
-        remat = chosen_remat(self.remat, mesh.devices.flat[0].platform)
+        platform, weights, slots = mesh.devices.flat[0].platform, self.weights, self.weight_slots
+        if weights == "auto":
+            weights = defaults.weights(
+                platform=platform,
+                alike=model.layers_are_alike,
+                num_layers=num_layers,
+                num_stages=schedule.num_stages,
+            )
+        if slots is None:
+            slots = defaults.weight_slots(platform)
+        remat = chosen_remat(self.remat, platform)
         zero = Zero(self.zero).over(axes.num_parts(mesh))
         pairs = self.pair_layers
         if pairs is None:
             communicates = model.uses_axes and transfers_overlap(mesh)
             alike, waits = model.layers_are_alike, self.residuals != "device"
             pairs = communicates and alike and bool(schedule.overlapped) and not waits
-        return dataclasses.replace(self, remat=remat, zero=zero, pair_layers=pairs)
+        return dataclasses.replace(
+            self, remat=remat, zero=zero, weights=weights, weight_slots=slots, pair_layers=pairs
+        )
 
 
 class Arguments(TypedDict, total=False):
@@ -139,7 +154,7 @@ class Arguments(TypedDict, total=False):
     remat: str
     zero: int
     weights: str
-    weight_slots: int
+    weight_slots: int | None
     residuals: str | float
     pair_layers: bool | None
     layer_counts: Sequence[int] | None

@@ -130,7 +130,8 @@ class Pipeline(Assembly):
         assert built is not None  # named_schedule gave none only with a problem, as did checks
         validate(built)
         leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
-        mesh, decided = with_auto_axes(mesh), given.on(mesh, axes, model, built)
+        mesh, depth = with_auto_axes(mesh), checks.num_layers(params["layers"])
+        decided = given.on(mesh, axes, model, built, depth)
         model = model.in_pairs() if decided.pair_layers else model
         super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=decided)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))

@@ -95,12 +95,13 @@ class ArgumentError(ValueError):
     """Arguments that do not fit, all in one message.
 
     Args:
-      problems: the problems, at least one; a text is the same on every surface.
+      problems: the problems, at least one, or a text, which is the same on every surface.
       spell: the names that ``str(error)`` uses.
     """
 
-    def __init__(self, problems: Iterable[Problem | str], spell: Spell = in_python) -> None:
-        self.problems, self.spell = tuple(problems), spell
+    def __init__(self, problems: Iterable[Problem | str] | str, spell: Spell = in_python) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.spell = spell
         super().__init__(self.problems, spell)
 
     def __str__(self) -> str:

@@ -209,7 +209,8 @@ MISTAKES = [
      "to the 4 layers of params['layers']."),
     (lambda: build(params=with_layers({"w": F32((1, 4))}, PARAMS)),
      "params['layers'] holds 1 layers, and schedule '1f1b' has 2 virtual stages: each needs a "
-     "layer. Use fewer stages or chunks, or say with layer_counts which stay empty."),
+     "layer. Use fewer stages or chunks, or give layer_counts with 0 for those that "
+     "stay empty."),
     (lambda: build(layer=lambda w, x, batch, rng, state: x, stateful=True, states=({},) * 3),
      "states holds 3 layers and params['layers'] 4."),
     (lambda: build(states=3), "Model.stateful=False, but Pipeline was given states",
@@ -308,7 +309,7 @@ MISTAKES = [
       for found in ([], 3, "cpu", [0, 1], {*jax.devices()}, jax.devices()[:1] * 2)),
 ]
 OPTIONS = [
-    ("tied", {"weights": "rows"}, "weights='rows' is not a layout; choose one of stacked, unroll"),
+    ("tied", {"weights": "rows"}, "weights='rows' is not a layout; choose one of auto, stacked"),
     ("uneven", {"weights": "unrolled"},
      "weights='unrolled' needs layers that are alike, and these are a tuple"),
     ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
@@ -350,13 +351,13 @@ BATCHES = [
      "batch['n'] is int32[]; expected an array whose first dimension is rows. Repeat it for every "
      "row, as `jnp.full(rows, value)` does.\n"
      "batch['name'] is a str, not an array; expected an array whose first dimension is rows."),
-    ({}, "batch holds no array; expected arrays whose rows divide into 2 microbatches x 1 data "
-     "shards."),
-    ({"x": np.ones((0, 2))}, "batch['x'] has 0 rows, which do not divide into 2 microbatches x 1 "
-     "data shards.\nNearest valid: 2."),
-    ({"x": np.ones((3, 2)), "y": np.ones(3)}, "batch['x'] has 3 rows, which do not divide into 2 "
-     "microbatches x 1 data shards.\nNearest valid: 2, 4. Or add rows of no weight: "
-     "`pipe.pad_batch(batch)`."),
+    ({}, "batch holds no array; expected arrays whose rows can be split evenly into 2 "
+     "microbatches x 1 data shards."),
+    ({"x": np.ones((0, 2))}, "batch['x'] has 0 rows, which cannot be split evenly into 2 "
+     "microbatches x 1 data shards.\nNearest valid: 2."),
+    ({"x": np.ones((3, 2)), "y": np.ones(3)},
+     "batch['x'] has 3 rows, which cannot be split evenly into 2 microbatches x 1 data "
+     "shards.\nNearest valid: 2, 4. Or add rows of no weight: `pipe.pad_batch(batch)`."),
 ]
 # fmt: on
 

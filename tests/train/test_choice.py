@@ -11,7 +11,6 @@ import pytest
 import tiny_tasks
 from rich.console import Console
 
-from jaxpipe.runtime.layers.split import chosen_remat
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import to_json
@@ -236,33 +235,22 @@ def test_all_processes_use_the_choice_of_the_first(monkeypatch):
     assert Setup(_config()).schedule == first.schedule
 
 
-def test_weights_are_unrolled_on_gpus_where_it_pays():
-    for options, platform, alike, layers, expected in (
-        ({}, "gpu", True, 64, "unrolled"),
-        ({}, "gpu", True, 65, "stacked"),
-        ({}, "cpu", True, 64, "stacked"),
-        ({}, "gpu", False, 64, "stacked"),
-        ({"update": "chunk"}, "gpu", True, 64, "stacked"),
-        ({"schedule": "pipemare"}, "gpu", True, 64, "stacked"),
-        ({"weights": "stacked"}, "gpu", True, 64, "stacked"),
-        ({"weights": "unrolled"}, "cpu", True, 80, "unrolled"),
+def test_the_layout_is_left_to_the_library_unless_one_must_be_stacked():
+    for options, expected in (
+        ({}, "auto"),
+        ({"update": "chunk"}, "stacked"),
+        ({"schedule": "pipemare"}, "stacked"),
+        ({"weights": "unrolled"}, "unrolled"),
     ):
-        config = Config(mesh={"stage": 4}, pipeline=options)
-        counts = [layers // 8] * 7 + [layers - layers // 8 * 7]
-        found = configured.weights(config, platform=platform, alike=alike, counts=counts)
-        assert found == expected, (options, platform, alike, layers)
+        assert configured.weights(Config(pipeline=options)) == expected, options
 
 
-def test_gpus_move_chunks_under_layers_and_recompute_all_but_matmuls():
-    for options, platform, slots, remat in (
-        ({}, "gpu", 2, "dots"),
-        ({}, "tpu", 2, "none"),
-        ({}, "cpu", 1, "none"),
-        ({"update": "chunk"}, "gpu", 1, "dots"),
-        ({"weight_slots": 1, "remat": "none"}, "gpu", 1, "none"),
-        ({"weight_slots": 3, "remat": "full"}, "cpu", 3, "full"),
-        ({"schedule": "pipemare"}, "gpu", 2, "none"),
+def test_updates_by_chunk_keep_the_fewest_chunks():
+    for options, slots in (
+        ({}, None),
+        ({"update": "chunk"}, 1),
+        ({"update": "chunk", "weight_slots": 3}, 3),
+        ({"weight_slots": 3}, 3),
     ):
-        config = Config(pipeline=options)
-        assert configured.weight_slots(config, platform=platform) == slots
-        assert chosen_remat(configured.remat(config), platform) == remat
+        assert configured.weight_slots(Config(pipeline=options)) == slots, options
+    assert configured.remat(Config(pipeline={"schedule": "pipemare"})) == "none"

@@ -1,4 +1,4 @@
-"""Messages: the only lines that move data between stages.
+"""Messages: the only lines that send activations and their gradients from stage to stage.
 
 ``ppermute`` is never inside control flow that differs by stage. A late message is sent before the
 tick's loops and received after them, so that on a GPU it travels while they run. What ends a tick
