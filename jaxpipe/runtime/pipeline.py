@@ -275,8 +275,8 @@ class Pipeline(Assembly):
         """Takes a step of an optimizer; all shardings stay the same.
 
         A stage updates its own layers, and from ZeRO-1 on a data shard updates its part of them. If
-        a layer's update is not elementwise, such as Muon's, the layer's arrays are all-gathered
-        over data.
+        the update needs whole arrays, as Muon does, the devices that share a stage each gather
+        those of one layer at a time, and return its parts.
 
         Args:
           optimizer: an optax transformation.

@@ -121,7 +121,8 @@ class Cut:
     def whole(self, part: jax.Array) -> jax.Array:
         """Makes the array from all devices' parts."""
         for axes, dim in self.dims:
-            part = lax.all_gather(part, axes, axis=dim, tiled=True)
+            for name in reversed(axes):  # JAX batches no gather over several
+                part = lax.all_gather(part, name, axis=dim, tiled=True)
             part = lax.slice_in_dim(part, 0, self.shape[dim], axis=dim)
         for split in self.joined:
             part = split.in_order(part)

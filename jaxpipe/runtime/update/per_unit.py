@@ -4,10 +4,14 @@ Each stage runs its own layers, and all stages run the embedding and the head. A
 only a part of an array: the stages may split embedding and head, the data shards and model axes may
 split all. Nothing is gathered that an equation can do without: one that treats every element by
 itself runs on parts; a reduction to a scalar runs on parts and then across devices. Any other is
-given whole arrays, which are gathered where it first needs them.
+given whole arrays, which are gathered where it first needs them: on every device, or those of a
+layer on one of the devices that share a stage, where other devices gather other layers
+(`jaxpipe.runtime.update.homes`).
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.barriers import after, always, run_if, tie
+from jaxpipe.runtime.indices import repeat
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Env, Eqn, Eqns
 from jaxpipe.runtime.layout.data_axis import gather, own_shard
@@ -26,7 +31,8 @@ from jaxpipe.runtime.layout.layer_layout import Piece
 from jaxpipe.runtime.layout.leaf import Cut, DevicePart, communicate
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import Layout, TreeLayout, outer_of
-from jaxpipe.runtime.types import Arrays, At, Index, Shapes, Stored, Tree
+from jaxpipe.runtime.types import Arrays, At, Flag, Index, Shapes, Stored, Tree
+from jaxpipe.runtime.update.homes import EVERYWHERE, LAYERS, AtHome, Homes, SeparateHomes
 from jaxpipe.runtime.update.units import Slice, Units
 
 
@@ -116,6 +122,9 @@ class PerUnit:
             for n in range(units.rounds + 1)
         ]
         slices = itertools.chain(*layers, *outer.values())
+        peers = params.axes.peers
+        self._homes = SeparateHomes(peers, tuple(params.mesh.shape[name] for name in peers))
+        self._at_home = any(_needs_wholes(group.program) for group in self._layer_groups[-1])
         self._of_all = units.of_all(v for program in slices for v in program.shared)
 
     # What units share.
@@ -139,7 +148,7 @@ class PerUnit:
         return shards
 
     def _run_unit(
-        self, group: _Group, owned: Sequence[Stored], env: Env
+        self, group: _Group, owned: Sequence[Stored], env: Env, homes: Homes
     ) -> tuple[list[list[DevicePart]], list[Tree]]:
         """This device's parts of all arrays, and what the unit computes, whole or in parts."""
         program = group.program
@@ -148,21 +157,24 @@ class PerUnit:
             for piece, arrays in zip(group.pieces, owned, strict=True)
         ]
         inputs = zip(program.inputs, itertools.chain(*parts), strict=True)
-        env = _run_on_parts(program.eqns, env | dict(inputs))
+        env = _run_on_parts(program.eqns, env | dict(inputs), homes)
         return parts, jaxprs.values(program.targets, env)
 
     def _scalars(self, group: _Group, stored: Sequence[Stored], env: Env) -> list[jax.Array]:
         """Computes the scalars that a unit gives to all others."""
-        _, targets = self._run_unit(group, self._take_shards(group, stored), env)
-        return list(map(_whole, targets))
+        owned = self._take_shards(group, stored)
+        _, targets = self._run_unit(group, owned, env, EVERYWHERE)
+        return [_whole(value, EVERYWHERE) for value in targets]
 
-    def _renew(self, group: _Group, stored: Sequence[Stored], env: Env) -> list[Stored]:
+    def _renew(
+        self, group: _Group, stored: Sequence[Stored], env: Env, homes: Homes = EVERYWHERE
+    ) -> list[Stored]:
         """Runs a unit; returns its arrays of every component but the first."""
         owned = self._take_shards(group, stored)
-        parts, targets = self._run_unit(group, owned, env)
+        parts, targets = self._run_unit(group, owned, env, homes)
         values, results = iter(targets), []
         for c, piece in list(enumerate(group.pieces))[1:]:
-            new = [_own(next(values), old.cut).astype(old.value.dtype) for old in parts[c]]
+            new = [_own(next(values), old.cut, homes).astype(old.value.dtype) for old in parts[c]]
             arrays = piece.of_parts(new, owned[c], group.example, self._axes, sharded=self._sharded)
             if c in self._replicated:
                 arrays = gather(arrays, piece.leaves_of(group.example), self._axes)
@@ -176,11 +188,23 @@ class PerUnit:
         if name != "layers":
             return self._renew(self._outer_groups[-1][name], given, env)
         first, *results = given
+        stage, count = lax.axis_index(self._axes.stage), self._params.layers.rows.shape[2]
+        rows = self._params.layers.rows[0].size
+        trips = -(-rows // (self._homes.count if self._at_home else 1))
+        size = -(-rows // trips)
 
-        def body(at: At, results: list[Arrays]) -> list[Arrays]:
-            return self.layer(at, partial(self._read, 0, first, at), results, env)
+        def body(trip: Index, results: list[Arrays]) -> list[Arrays]:
+            left, numbers = rows - trip * size, [trip * size + k for k in range(size)]
+            if rows % size:  # the last ones come round to the first, which are left as they are
+                numbers = [n % rows for n in numbers]
+            at = [(stage, n // count, n % count) for n in numbers]
+            return self.layers(at, partial(self._read, 0, first), results, env, left=left)
 
-        return self._each_layer(body, results)
+        if not self._params.layers.own_arrays:
+            return repeat(trips, body, results)
+        for trip in range(trips):  # the program must know their numbers
+            results = body(trip, results)
+        return results
 
     def with_outer(
         self, layers: Sequence[Arrays], components: Sequence[Tree], env: Env
@@ -193,42 +217,75 @@ class PerUnit:
 
     # Layers.
 
-    def layer(
-        self, at: At, read: Callable[[int], Stored], results: Sequence[Arrays], env: Env
+    def layers(
+        self,
+        at: Sequence[At],
+        read: Callable[[At, int], Stored],
+        results: Sequence[Arrays],
+        env: Env,
+        *,
+        left: Index = 1,
     ) -> list[Arrays]:
-        """Runs the layer at a place, if there is one; returns the results with its own written.
+        """Runs the layers at some places, as far as there are any, several of them at their homes;
+        returns the results with theirs written.
 
         Args:
-          read: finds what is stored there of the first component, from an example of the layer's
-            group.
+          read: finds what is stored at a place of the first component, from an example of the
+            layer's group.
           results: the layers of the other components.
+          left: how many of the places, the first ones, to run; at others nothing changes.
         """
         groups, layouts = self._layer_groups[-1], self._layer_layouts[1:]
+        # A loop spares a group reading and writing back the layers of others. If rows have arrays
+        # of their own, that is no work, and the loop would carry those of all rows.
+        alone = len(groups) == 1 or self._params.layers.own_arrays
 
-        def run(group: _Group, index: Index, results: list[Arrays]) -> list[Arrays]:
-            def renew(stored: list[Stored]) -> list[Stored]:
-                first, stored = tie(read(group.example), stored)
-                return self._renew(group, [first, *stored], group.env(index, env))
+        def run(group: _Group, index: Sequence[Index], results: list[Arrays]) -> list[Arrays]:
+            def renew(stored: list[list[Stored]]) -> list[list[Stored]]:
+                firsts, stored = tie([read(place, group.example) for place in at], stored)
+                own = [[first, *others] for first, others in zip(firsts, stored, strict=True)]
+                if len(at) == 1:
+                    return [self._renew(group, own[0], group.env(index[0], env))]
+                return self._renew_at_homes(group, index, own, env)
 
-            places = [layout.layer_at(at, group.example) for layout in layouts]
-            among = list(zip(layouts, results, places, strict=True))
-            stored = [layout.read(arrays, place) for layout, arrays, place in among]
-            # Written outside the loop: XLA would compute the result again from what it overwrites.
-            stored = run_if((index >= 0) & always(at[0]), renew, stored)
-            return [
-                layout.write(arrays, place, new)
-                for (layout, arrays, place), new in zip(among, stored, strict=True)
+            def write(n: int, results: list[Arrays]) -> list[Arrays]:
+                given = zip(layouts, results, places[n], stored[n], strict=True)
+                return [layout.write(arrays, *one) for layout, arrays, *one in given]
+
+            places = [[layout.layer_at(one, group.example) for layout in layouts] for one in at]
+            stored = [
+                [layout.read(w, one) for layout, w, one in zip(layouts, results, own, strict=True)]
+                for own in places
             ]
+            # Written outside the loop: XLA would compute the result again from what it overwrites.
+            stored = run_if(_any(index) & always(at[0][0]), renew, stored)
+            for n, number in enumerate(index):
+                step, others = partial(write, n), not alone and len(at) > 1
+                results = run_if(number >= 0, step, results) if others else step(results)
+            return results
 
         renewed = list(results)
         for group in groups:
-            index = jnp.asarray(group.index_in_group)[at]
+            number = jnp.asarray(group.index_in_group)
+            index = [number[place] for place in at]
+            if len(at) > 1:
+                index = [jnp.where(k < left, n, -1) for k, n in enumerate(index)]
             step = partial(run, group, index)
-            # The loop spares a group reading and writing back the layers of others. If rows have
-            # arrays of their own, that is no work, and the loop would carry those of all rows.
-            alone = len(groups) == 1 or self._params.layers.own_arrays
-            renewed = step(renewed) if alone else run_if(index >= 0, step, renewed)
+            renewed = step(renewed) if alone else run_if(_any(index), step, renewed)
         return renewed
+
+    def _renew_at_homes(
+        self, group: _Group, index: Sequence[Index], stored: list[list[Stored]], env: Env
+    ) -> list[list[Stored]]:
+        """Does as `_renew` for several layers at once, those that are in the group."""
+
+        def renew(index: Index, stored: list[Stored]) -> list[Stored]:
+            new = self._renew(group, stored, group.env(index, env), self._homes)
+            return jax.tree.map(partial(jnp.where, index >= 0), new, stored[1:])
+
+        stacked = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *stored)
+        new = jax.vmap(renew, axis_name=LAYERS)(jnp.stack(index), stacked)
+        return [jax.tree.map(lambda w, n=n: w[n], new) for n in range(len(index))]
 
     def _each_layer(self, body: Callable[..., Tree], carry: Tree) -> Tree:
         """Runs ``body(at, carry)`` for every row of this stage."""
@@ -324,6 +381,11 @@ class PerUnit:
         return run_if(index >= 0, run, scalars)
 
 
+def _any(index: Sequence[Index]) -> Flag:
+    """Whether any layer is in the group."""
+    return functools.reduce(operator.or_, [n >= 0 for n in index])
+
+
 def without_stages(placed: Mapping[str, Tree]) -> dict[str, Tree]:
     """A device's part of a placed tree, without the dimension of stages."""
     return {"layers": jax.tree.map(lambda w: w[0], placed["layers"]), **outer_of(placed)}
@@ -336,6 +398,8 @@ def with_stages(component: Tree) -> dict[str, Tree]:
 
 
 # Equations on parts of arrays.
+
+_SCALAR = Cut((), ())
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "asin", "acos", "atan", "atan2", "cbrt", "ceil", "clamp"),
@@ -356,9 +420,20 @@ _REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array],
 """Primitives that reduce: on one device, across devices, and the result of nothing."""
 
 
-def _run_on_parts(eqns: Eqns, env: Env) -> Env:
+def _needs_wholes(program: Slice) -> bool:
+    """Whether an equation needs a whole array of the unit."""
+    arrays = jaxprs.reachable(program.eqns, {v for v in program.inputs if v.aval.shape})
+    return any(
+        eqn.primitive.name not in _ELEMENTWISE
+        and (eqn.primitive.name not in _REDUCTIONS or eqn.outvars[0].aval.shape)
+        and any(jaxprs.is_var(v) and v in arrays and v.aval.shape for v in eqn.invars)
+        for eqn in program.eqns
+    )
+
+
+def _run_on_parts(eqns: Eqns, env: Env, homes: Homes) -> Env:
     """Evaluates equations in order, and returns the environment grown by their outputs; its values
-    are arrays or `DevicePart`."""
+    are `DevicePart`, `AtHome`, or arrays that belong to no unit's array."""
     env, wholes = dict(env), {}
 
     def value(atom: Atom) -> Tree:
@@ -368,7 +443,7 @@ def _run_on_parts(eqns: Eqns, env: Env) -> Env:
         if not jaxprs.is_var(atom):
             return value(atom)
         if atom not in wholes:
-            wholes[atom] = _whole(env[atom])
+            wholes[atom] = _whole(env[atom], homes)
         return wholes[atom]
 
     for eqn in eqns:
@@ -376,31 +451,40 @@ def _run_on_parts(eqns: Eqns, env: Env) -> Env:
         parts = [v for v in found if isinstance(v, DevicePart)]
         if parts and _is_elementwise(eqn, parts):
             cut = parts[0].cut
-            outs = jaxprs.bind(eqn, [_operand(v, cut) for v in found])
+            cuts = [cut if atom.aval.shape else _SCALAR for atom in eqn.invars]
+            outs = jaxprs.bind(eqn, [_own(*of, homes) for of in zip(found, cuts, strict=True)])
             env.update(zip(eqn.outvars, [DevicePart(out, cut) for out in outs], strict=True))
         elif parts and _is_full_reduction(eqn, parts[0]):
             env[eqn.outvars[0]] = _reduced(parts[0], eqn.primitive.name)
-        else:
+        elif any(map(_is_of_array, found)):
             outs = jaxprs.bind(eqn, [gathered(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, map(AtHome, outs), strict=True))
+        else:
+            outs = jaxprs.bind(eqn, [_whole(v, EVERYWHERE) for v in found])
             env.update(zip(eqn.outvars, outs, strict=True))
     return env
 
 
-def _whole(value: Tree) -> jax.Array:
-    """An array, whether it is whole or cut."""
-    return value.cut.whole(value.value) if isinstance(value, DevicePart) else value
+def _is_of_array(value: Tree) -> bool:
+    """Whether a unit's array is needed for a value."""
+    return isinstance(value, AtHome) or (isinstance(value, DevicePart) and value.cut.shape != ())
 
 
-def _own(value: Tree, cut: Cut) -> jax.Array:
-    """This device's part of a value that is whole or cut, as ``cut`` wants it."""
+def _whole(value: Tree, homes: Homes) -> jax.Array:
+    """An array where it is needed whole."""
+    if isinstance(value, AtHome):
+        return value.value
+    part = value if isinstance(value, DevicePart) else DevicePart(value, Cut(value.shape, ()))
+    return homes.fetch(*part)
+
+
+def _own(value: Tree, cut: Cut, homes: Homes) -> jax.Array:
+    """This device's part of a value, as ``cut`` wants it."""
     if isinstance(value, DevicePart) and value.cut == cut:
         return value.value
-    return cut.own(_whole(value))
-
-
-def _operand(value: Tree, cut: Cut) -> jax.Array:
-    """An operand: a part of it, or the whole of a scalar."""
-    return value if not isinstance(value, DevicePart) and value.shape == () else _own(value, cut)
+    if isinstance(value, DevicePart | AtHome):
+        return homes.give(_whole(value, homes), cut)
+    return cut.own(value)
 
 
 def _is_elementwise(eqn: Eqn, parts: Sequence[DevicePart]) -> bool:

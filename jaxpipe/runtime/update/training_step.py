@@ -29,6 +29,7 @@ from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.trees import deleted, elsewhere, rounded, shapes_of
 from jaxpipe.runtime.types import (
     Arrays,
+    At,
     Batch,
     Gradients,
     Index,
@@ -118,13 +119,13 @@ class Applied(GradientSink):
         ) -> tuple[Arrays, list[Arrays]]:
             at = fixed.stage, chunk, layer
 
-            def gradient(example: int) -> Stored:
+            def gradient(at: At, example: int) -> Stored:
                 place = params.layer_at(at, example, slot=transfer.slot)
                 leaves = params.leaves_of(example)
                 total = params.read(sums, place)
                 return rounded(reduce_gradients(total, leaves, fixed.axes, zero=zero), leaves)
 
-            return sums, step.layer(at, gradient, kept, shared)
+            return sums, step.layers([at], gradient, kept, shared)
 
         last = jnp.where(transfer.chunk == NONE, jnp.int32(0), fixed.table.layers_per_chunk)
         (trained, *frozen), layers = carried.weights.layers, updating.layers
