@@ -21,7 +21,7 @@ from train.errors import Failure
 
 AVERAGE = "average"
 """The entry of the optimizer's state with the moving average of the weights, if there is one."""
-_ADAMW, _WARMUP_COSINE = "adamw", "warmup_cosine"
+_ADAMW, _MUON, _WARMUP_COSINE = "adamw", "muon", "warmup_cosine"
 _UNFIT = frozenset(
     {
         *("dpsgd", "_deprecated_dpsgd"),  # need the gradient of every row
@@ -149,8 +149,8 @@ def _arguments(config: Config, field: str, given: str) -> Iterator[Failure]:
             rate = learning_rate(settings, num_steps=config.train.steps)
             jax.eval_shape(rate, jax.ShapeDtypeStruct((), "int32"))
         else:
-            made = named()[settings.name](1e-3, **settings.arguments)
-            shape = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+            made = _named(settings, 1e-3)
+            shape = {"layers": jax.ShapeDtypeStruct((4, 4), "float32")}
             state = jax.eval_shape(made.init, shape)
             jax.eval_shape(made.update, shape, state, shape)
     except Exception as error:  # optax's functions raise many types for wrong arguments
@@ -221,7 +221,7 @@ def make_optimizer(
     if clips and config.clip_norm:
         clip = optax.clip_by_global_norm(config.clip_norm)
     if config.name != _ADAMW:
-        made = optax.chain(clip, named()[config.name](rate, **config.arguments))
+        made = optax.chain(clip, _named(config, rate))
     else:
         made = optax.chain(clip, *_adamw(config, rate))
     if last is not None:
@@ -229,6 +229,22 @@ def make_optimizer(
     if not config.ema_decay:
         return made
     return optax.named_chain(("optimizer", made), (AVERAGE, _average(config.ema_decay)))
+
+
+def _named(config: OptimizerConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    own = {"muon_weight_dimension_numbers": _matrices} if config.name == _MUON else {}
+    return named()[config.name](rate, **own, **config.arguments)
+
+
+def _matrices(params: Any) -> Any:
+    """The matrices that Muon trains: those of layers, of every expert each; AdamW has the rest."""
+
+    def dimensions(path: Any, weight: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+        if path[0].key != "layers" or "bias" in str(path[-1]) or weight.ndim not in (2, 3):
+            return None
+        return optax.contrib.MuonDimensionNumbers(weight.ndim - 2, weight.ndim - 1)
+
+    return jax.tree.map_with_path(dimensions, params)
 
 
 def _average(decay: float) -> optax.GradientTransformation:

@@ -24,7 +24,7 @@ import optax
 from jaxpipe import Pipeline, make_mesh, schedules
 from jaxpipe.errors import ArgumentError, refuse
 from jaxpipe.planning.cost import Prediction, chunk_costs
-from jaxpipe.planning.counting import sizes
+from jaxpipe.planning.counting import sizes, update_flops
 from jaxpipe.planning.devices import cluster, known
 from jaxpipe.planning.plans import NOTHING, Offload, Plan, depths, expert_groups
 from jaxpipe.planning.search import Goal, search
@@ -104,6 +104,7 @@ class Planned:
             may_offload=not self.config.optimizer.max_skipped,
             document_share=self._document_share,
             in_pieces=self.task.in_pieces,
+            update_flops=self._update_flops,
         )
 
     def write(self, plan: Plan, costs: Costs, steps: int | None) -> str:
@@ -261,6 +262,13 @@ class Planned:
             fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
             states=self._states,
         )
+
+    @property
+    def _update_flops(self) -> float:
+        config = self._sharing(1, 1, 1)
+        layers = self._pipeline(tasks.make(config), config, "none", stage=1).layout.layers
+        of_few = {n: update_flops(self._optimizer, layers.shape_of(n)) for n in set(self._like)}
+        return sum(of_few[layer] for layer in self._like) / len(self._like)
 
     @property
     def _optimizer(self) -> optax.GradientTransformation:

@@ -50,6 +50,11 @@ PIECES_SECONDS, PIECES_BYTES = 0.2e-3, 16 << 20
 """Seconds that pieces add to each of F, B and W, and bytes of the smallest activation in pieces."""
 
 
+WIDE = 0.5
+"""Rate of matmuls in float32 (TF32), in which optimizers multiply, in that of 16 bits, by data
+sheets."""
+
+
 class Measures(NamedTuple):
     """Seconds, bytes of a device and dollars of a training."""
 
@@ -645,4 +650,18 @@ def _update(placed: PlacedPlan) -> float:
     if plan.zero.shards_state and not plan.zero.shards_weights:
         whole = placed.trained * placed.stage_parameters + placed.outer_trained * placed.outer_kept
         seconds += model.parameter_bytes * (whole - updated) / placed.data_link
-    return seconds
+    return seconds + (_at_homes(placed) if model.update_flops else 0.0)
+
+
+def _at_homes(placed: PlacedPlan) -> float:
+    """Times what an optimizer multiplies of whole layers, and the exchange before and after it: the
+    devices of a stage have a layer each at a time (docs/design/004-optimizers.md)."""
+    plan, cluster = placed.plan, placed.cluster
+    homes, own, parts = plan.data * plan.sharing, placed.layer_parameters, plan.tensor
+    if plan.zero.shards_state:
+        own, parts = placed.layer_part, parts * plan.parts
+    link = placed.sharing_links[0] if plan.data == 1 else placed.data_link
+    # Parts go to the home, and those of the result to all that have them.
+    exchanged = MASTER_BYTES * placed.trained * own * (parts - 1 + homes - 1)
+    layer = placed.model.update_flops / (WIDE * cluster.flops) + exchanged / link
+    return math.ceil(plan.chunks * placed.layers_per_chunk / homes) * layer

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
+import optax
 
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, Pass, SizedCollective, Sizes
 from jaxpipe.runtime import measure
@@ -101,6 +102,14 @@ def sizes(
             line = functools.partial(_line, rows)
             return jax.tree.map(line, few, many, is_leaf=lambda value: isinstance(value, Linear))
     raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
+
+
+def update_flops(optimizer: optax.GradientTransformation, layer: Shapes) -> float:
+    """Counts the FLOPs of an optimizer's matmuls in the update of a layer."""
+    params = {"layers": (layer,)}
+    state = jax.eval_shape(optimizer.init, params)
+    traced = jaxprs.flatten(jax.make_jaxpr(optimizer.update)(params, state, params))
+    return sum(map(_flops, traced.jaxpr.eqns))
 
 
 def _line(rows: tuple[int, int], few: object, many: Linear) -> object:

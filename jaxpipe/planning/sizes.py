@@ -174,6 +174,8 @@ class ModelSizes:
       may_offload: whether the optimizer's state may lie on the host.
       in_pieces: whether layers on tensor devices run in pieces of the sequence, which hide
         collectives; they are counted whole.
+      update_flops: FLOPs of matmuls of the optimizer's update of a whole layer, such as Muon's; the
+        mean, if layers differ.
       document_share: how long the document of a token is on average, as a share of a row; tokens
         see no others. So much of attention takes longer for later slices of a sequence.
     """
@@ -189,6 +191,7 @@ class ModelSizes:
     may_offload: bool = True
     document_share: float = 1.0
     in_pieces: bool = False
+    update_flops: float = 0.0
 
     @property
     def num_layers(self) -> int:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from covering import some
+from synthetic import NONE, synthetic
 
 import jaxpipe
 from jaxpipe.errors import ArgumentError
@@ -369,6 +370,25 @@ def test_pairs_hide_what_layers_communicate():
     saved = of_stage * cost.hidden_in_pairs(pairs)
     assert longer["layers"] - step["layers"] == pytest.approx(saved)
     assert cost.least_seconds(pairs) <= sum(step.values())
+
+
+@pytest.mark.parametrize("zero", [Zero.NOTHING, Zero.STATE])
+def test_an_update_of_whole_matrices_is_spread_and_exchanged(zero):
+    """8 data shards take turns at 20 layers of a stage: each multiplies 3 of them."""
+    plain = synthetic(NONE, layers=40)
+    muon = dataclasses.replace(plain, update_flops=1e12)
+    plan = PLAN._replace(stage=2, data=8, zero=zero)
+    cluster = devices.cluster("h100", 16)
+    found, without = (PlacedPlan(plan, model, cluster) for model in (muon, plain))
+    update, less = (
+        cost.step_seconds(one, cost.program_of(one))["update"] for one in (found, without)
+    )
+    layer = 4 * 12 * 4096**2
+    # With ZeRO, 7/8 of a layer leave the device and come back; without, the results of 7 come.
+    moved = layer * (2 * 7 / 8 if zero.shards_state else 7)
+    seconds = 1e12 / (0.5 * cluster.flops) + moved / found.data_link
+    assert update - less == pytest.approx(3 * seconds)
+    assert cost.least_seconds(found) > cost.least_seconds(without)
 
 
 def test_sizes_survive_a_file():

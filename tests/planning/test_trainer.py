@@ -190,6 +190,17 @@ def test_the_host_is_offered_where_steps_are_never_skipped(max_skipped):
 
 
 @pytest.mark.pipeline
+def test_a_plan_knows_what_an_optimizer_multiplies():
+    """Newton-Schulz of [m, n] with m <= n: a step takes X X', its square, and their sum times X."""
+    config = Config(model=SMALL, optimizer={"name": "muon"}, pipeline={"schedule": "1f1b"})
+    model = Planned(config, "muon").counted([], lambda share: None)
+    matrices = [(8, 24), (8, 8), (8, 64), (8, 64), (8, 64)]
+    expected = sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in matrices)
+    assert model.update_flops == expected
+    assert Planned(Config(model=SMALL), "adamw").counted([], lambda share: None).update_flops == 0
+
+
+@pytest.mark.pipeline
 def test_a_plan_knows_what_is_frozen_and_in_how_many_bits():
     """Adapters have gradients and optimizer state; the rest takes its own bytes alone."""
     lora = {"rank": 2, "targets": ["qkv"], "base": "int8"}

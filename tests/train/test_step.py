@@ -175,6 +175,30 @@ def test_the_rate_ends_with_the_run_and_only_matrices_decay():
     assert [float(rate(n)) for n in range(9)] == [float(expected(n)) for n in range(9)]
 
 
+def test_muon_trains_the_matrices_of_layers_and_of_experts():
+    def matrix(*shape):
+        return jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32")
+
+    layer = {"kernel": matrix(4, 6), "experts": {"kernel": matrix(3, 4, 2), "bias": matrix(3, 2)}}
+    grads = {"embed": {"table": matrix(5, 4)}, "layers": (layer,), "head": {"scale": matrix(4)}}
+    settings = config(optimizer={"name": "muon", "arguments": {"beta": 0.9}, "clip_norm": 0.0})
+    optimizer = optimizers.make_optimizer(settings.optimizer, lambda step: 0.1)
+    updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+
+    def alone(made, gradient):
+        return made.update(gradient, made.init(gradient), gradient)[0]
+
+    found, muon = updates["layers"][0], optax.contrib.muon(0.1, beta=0.9)
+    experts = [alone(muon, one) for one in layer["experts"]["kernel"]]
+    expected = {"kernel": alone(muon, layer["kernel"])}
+    expected["experts"] = {"kernel": jnp.stack(experts)}
+    adam = optax.nadamw(0.1, weight_decay=0.0)
+    expected["experts"]["bias"] = alone(adam, layer["experts"]["bias"])
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    for name in ("embed", "head"):
+        chex.assert_trees_all_close(updates[name], alone(adam, grads[name]), rtol=1e-5)
+
+
 @pytest.mark.pipeline
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
