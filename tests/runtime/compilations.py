@@ -5,7 +5,9 @@ import pytest
 
 from jaxpipe.testing import compilations
 
-AS_USED = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__[:2] == (0, 10) else {}
+AS_USED = {"xla_disable_hlo_passes": ""}
+if jax.__version_info__[:2] == (0, 10):
+    AS_USED |= {"xla_cpu_use_fusion_emitters": True}
 """Options that compile a program as XLA does by default: what `conftest.py` leaves out for time
 changes which instructions are fused."""
 
