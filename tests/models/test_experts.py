@@ -133,14 +133,15 @@ def test_idle_experts_get_no_gradient():
 def test_what_is_dropped_is_counted_and_not_missed_in_logits(bound, dropped):
     """All tokens are alike, so that every one chooses the same two of 4 experts."""
     config = dataclasses.replace(CONFIG, expert_every=2, sequence_length=16, **{bound: 0.5})
-    params = gpt.init(config, jax.random.key(0))
+    params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
     tokens = jnp.zeros((4, 17), int)
     for shape in (config, config.without_layer_losses()):
         loss = functools.partial(jaxpipe.unpipelined.loss, gpt.model(shape), num_microbatches=2)
-        _, metrics = loss(params, {"tokens": tokens})
+        _, metrics = jax.jit(loss)(params, {"tokens": tokens})
         assert metrics == {"dropped": dropped}
     whole = dataclasses.replace(config, **{bound: None})
-    found, expected = (gpt.logits(shape, params, tokens[:2, :16]) for shape in (config, whole))
+    logits = jax.jit(gpt.logits, static_argnums=0)
+    found, expected = (logits(shape, params, tokens[:2, :16]) for shape in (config, whole))
     np.testing.assert_array_equal(found, expected)
 
 

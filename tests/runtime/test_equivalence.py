@@ -27,7 +27,7 @@ REPLICAS = {"stage": 2, "data": 4, "replica": 2}
 THREE_CHUNKS = catalog.build("interleaved", stages=2, microbatches=4, chunks=3)
 """Chunks of which two fit into slots."""
 PACED = catalog.build(
-    "breadth-first", stages=4, microbatches=6, chunks=2, costs=Costs(0.4, 1, 0.5, message=1.2)
+    "breadth-first", stages=2, microbatches=4, chunks=2, costs=Costs(0.4, 1, 0.5, message=1.2)
 )
 """Ticks are left out, so that late messages have time, and W share those of others."""
 
@@ -39,7 +39,7 @@ CASES = [
      {"zero": 2, "weights": "unrolled", "weight_slots": 2, "microbatches": 16, "tiles": True,
       "late": True}),
     ("ends", "interleaved", {"stage": 2, "data": 2},
-     {"zero": 2, "remat": "dots", "weights": "unrolled", "late": True}),
+     {"zero": 2, "remat": "dots", "weights": "unrolled", "late": True, "num_layers": 5}),
     ("uneven", "1f1b", {"stage": 4, "data": 2},
      {"zero": 3, "layer_counts": (1, 4, 2, 1), "keyed": True, "residuals": "host", "tiles": True}),
     ("stateful", "zb-v", REPLICAS, {"zero": 3, "remat": "full"}),
@@ -47,8 +47,8 @@ CASES = [
     ("mixture stateful", "breadth-first-fused", {"stage": 2},
      {"microbatches": 3, "together": True}),
     ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled", "late": True}),
-    ("untied", PACED, {"stage": 4, "data": 2},
-     {"zero": 3, "microbatches": 6, "late": True, "slices": True}),
+    ("untied", PACED, {"stage": 2, "data": 2},
+     {"zero": 3, "microbatches": 4, "late": True, "slices": True}),
 ]
 SLOW = [
     ("tied", "1f1b-fused", REPLICAS,

@@ -1,6 +1,8 @@
 """Indices are int32: under ``jax_enable_x64``, in which parameters in float64 train in it, and in
 arrays whose ends int32 does not reach."""
 
+import itertools
+
 import asynchronous_toy
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 import toys
 from asynchronous_reference import Settings
 from compilations import refusal
+from covering import some
 
 import jaxpipe
 from jaxpipe.runtime import assembly, indices
@@ -23,6 +26,7 @@ CASES = [
     ("uneven", "interleaved", {"stage": 2, "data": 2}, {"zero": 2, "remat": "full"}),
     ("stateful", "1f1b-fused", {"stage": 2}, {}),
 ]
+MIXTURE = ("mixture", "gpipe", {"stage": 2, "data": 2}, {"zero": 3})
 
 
 def wide(tree):
@@ -49,12 +53,15 @@ def has_equations(parameter):
     return hasattr(getattr(parameter, "jaxpr", parameter), "eqns")
 
 
-@pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.parametrize(("name", "schedule", "sizes", "options"), CASES)
-def test_every_index_is_int32(name, schedule, sizes, options, tiles, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "tiles"),
+    some(itertools.product(CASES, (False, True)), *zip(CASES, (True, False) * 2, strict=True)),
+)
+def test_every_index_is_int32(case, tiles, monkeypatch):
     """In steps, of an optimizer with a condition, and in programs that place and unplace."""
     monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: tiles)
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: tiles)
+    name, schedule, sizes, options = case
     pipe = toys.pipeline(name, schedule, sizes, microbatches=4, **options)
     params, batch = toys.named(name).params, toys.named(name).batch(16)
     optimizer = optax.MultiSteps(optax.adam(0.1), 2)
@@ -71,8 +78,7 @@ def test_every_index_is_int32(name, schedule, sizes, options, tiles, monkeypatch
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize(
-    ("name", "schedule", "sizes", "options"),
-    [CASES[2], ("mixture", "gpipe", {"stage": 2, "data": 2}, {"zero": 3})],
+    ("name", "schedule", "sizes", "options"), some([CASES[2], MIXTURE], MIXTURE)
 )
 def test_float64_parameters_train_in_float64(name, schedule, sizes, options):
     """Weights of losses and what layers add, too: a third in float32 would be off by 1e-8."""
