@@ -116,9 +116,13 @@ def test_whole_phases_are_two_runs_of_ticks_in_one_direction(name):
     assert rounds.tolist() == [[forwards, table.num_ticks - forwards]]
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [((1, 2), (2, 4), (4, 8)), pytest.param([(8, 16)], marks=pytest.mark.slow)],
+    ids=["small", "large"],
+)
 @pytest.mark.parametrize("name", [entry.name for entry in catalog.entries()])
-def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(name):
-    shapes = ((1, 2), (2, 4), (4, 8), (8, 16))
+def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(name, shapes):
     built = [(p, catalog.build(name, stages=p, microbatches=m)) for p, m in shapes]
     ways = ((True, False), (False, True))
     for (stages, schedule), (overlaps, together) in itertools.product(built, ways):

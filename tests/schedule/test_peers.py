@@ -106,7 +106,7 @@ def test_v_min_of_two_stages_is_v_half():
 
 REORDERED = [entry.name for entry in catalog.entries() if entry.reordered]
 COSTS = (Costs(1, 1, 1, 0.1), Costs(1, 1.2, 0.8, 0.5), Costs(1, 2, 1), Costs(3, 4, 2, 1))
-COVERING = [(shape, COSTS[n % len(COSTS)]) for n, shape in enumerate(SAMPLE[:-1])]
+COVERING = [(shape, COSTS[n % len(COSTS)]) for n, shape in enumerate(SAMPLE[:-2])]
 """Shapes of the sample, each with one of the costs."""
 
 

@@ -148,8 +148,10 @@ def test_the_longer_warm_up_of_zb_h2_is_slack_for_later_slices():
     assert bubbles[1] < bubbles[0] / 3
 
 
-@pytest.mark.parametrize("attention", [0.0, 0.6])
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "interleaved-zb"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("zb-h1", 0.0), ("zb-h1", 0.6), ("zb-h2", 0.6), ("interleaved-zb", 0.6)],
+)
 def test_orders_for_real_costs_keep_the_order_of_slices(name, attention):
     costs = Costs(1, 1.2, 0.8, 0.1, attention=attention)
     for p, m, k in ((2, 1, 3), (3, 2, 2), (4, 4, 4), (8, 3, 8)):
