@@ -163,18 +163,6 @@ def _arguments(config: Config, field: str, given: str) -> Iterator[Failure]:
         )
 
 
-def num_moments(optimizer: optax.GradientTransformation, params: Any) -> int:
-    """Counts the numbers that an optimizer keeps for each parameter: two for Adam.
-
-    Args:
-      optimizer: the optimizer.
-      params: parameters, or their shapes.
-    """
-    state = jax.eval_shape(optimizer.init, params)
-    kept, own = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, params))
-    return round(kept / own)
-
-
 def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:
     """Makes the learning rate: a linear warm-up from 0 to the peak, then a cosine decay; or a
     schedule of optax.

@@ -24,7 +24,7 @@ import optax
 from jaxpipe import Pipeline, make_mesh, schedules
 from jaxpipe.errors import ArgumentError, refuse
 from jaxpipe.planning.cost import Prediction, chunk_costs
-from jaxpipe.planning.counting import sizes, update_flops
+from jaxpipe.planning.counting import num_moments, sizes, update_flops
 from jaxpipe.planning.devices import cluster, known
 from jaxpipe.planning.plans import NOTHING, Offload, Plan, depths, expert_groups
 from jaxpipe.planning.search import Goal, search
@@ -34,7 +34,7 @@ from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
 from train import checks, command_line, configured, errors, tasks
 from train.config import Config
-from train.optimizers import learning_rate, make_optimizer, num_moments
+from train.optimizers import learning_rate, make_optimizer
 from train.task import Task
 
 _REMATS = ("none", "dots", "full")

@@ -15,28 +15,44 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
-from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, Pass, SizedCollective, Sizes
+from jaxpipe.planning.sizes import (
+    Kernel,
+    LayerSizes,
+    Linear,
+    ModelSizes,
+    Pass,
+    SizedCollective,
+    Sizes,
+    Variant,
+)
+from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime import measure
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layers.losses import differentiated
-from jaxpipe.runtime.layers.split import Split
+from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, Split
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.measure import tree_bytes
+from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.tick.prepare import layers_of
-from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes
+from jaxpipe.runtime.trees import combine, shapes_of
+from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes, States
+from jaxpipe.schedule import catalog
 
 EXPERT = "expert"
 """The axis of data shards that split experts."""
@@ -102,6 +118,75 @@ def sizes(
             line = functools.partial(_line, rows)
             return jax.tree.map(line, few, many, is_leaf=lambda value: isinstance(value, Linear))
     raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
+
+
+def model_sizes(
+    model: Model,
+    params: Shapes,
+    batch: Batch,
+    optimizer: optax.GradientTransformation,
+    *,
+    states: States = None,
+    rng: Key = None,
+    compute_dtype: DTypeLike | None = None,
+    name: str = "model",
+    tokens_per_row: int = 1,
+) -> ModelSizes:
+    """Counts a model for ``jaxpipe plan --sizes``, which then plans on stages and data shards.
+
+    Args:
+      model, params, states: as for `jaxpipe.Pipeline`; they may be shapes.
+      batch: a batch of the size of a step, or its shapes.
+      rng: a key, if the model draws random numbers.
+      compute_dtype: as for `jaxpipe.Pipeline`.
+      name: what the plans call it.
+      tokens_per_row: by which the printed time and cost are divided.
+
+    Example:
+      >>> sizes = model_sizes(model, params, batch, optax.adam(1e-3))  # doctest: +SKIP
+      >>> Path("sizes.json").write_text(sizes.to_json())  # doctest: +SKIP
+    """
+    params, batch, states, rng = shapes_of((params, batch, states, rng))
+    leaves, rows = jax.tree.leaves(params), jax.tree.leaves(batch)
+    with attention_of_gpus(hopper=False):
+        pipe = Pipeline(
+            *(model.in_pairs(), params),
+            schedule=catalog.build("1f1b", stages=1, microbatches=1),
+            mesh=make_mesh(stage=1, devices=jax.devices()[:1]),
+            states=states,
+            compute_dtype=compute_dtype,
+        )
+
+        def of_rows(count: int) -> Batch:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), batch
+            )
+
+        itemsize = max(leaf.dtype.itemsize for leaf in leaves)
+        compute_bytes = itemsize if compute_dtype is None else jnp.dtype(compute_dtype).itemsize
+        found = sizes(pipe, of_rows, rng, compute_bytes=compute_bytes, remats=tuple(REMAT_POLICIES))
+    layers, kind_of = pipe.layout.layers, next(iter(found.values())).kind_of
+    of_kind = {
+        kind: update_flops(optimizer, layers.shape_of(kind_of.index(kind))) for kind in {*kind_of}
+    }
+    return ModelSizes(
+        name=name,
+        tokens_per_row=tokens_per_row,
+        parameter_bytes=itemsize,
+        compute_bytes=compute_bytes,
+        moments=num_moments(optimizer, params),
+        batch_rows=rows[0].shape[0],
+        row_bytes=sum(tree_bytes(leaf) for leaf in rows) // rows[0].shape[0],
+        variants={Variant(1, 1, remat): of_remat for remat, of_remat in found.items()},
+        update_flops=statistics.fmean(of_kind[kind] for kind in kind_of),
+    )
+
+
+def num_moments(optimizer: optax.GradientTransformation, params: Shapes) -> int:
+    """Counts the numbers that an optimizer keeps for each parameter: two for Adam."""
+    state = jax.eval_shape(optimizer.init, params)
+    kept, own = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, params))
+    return round(kept / own)
 
 
 def update_flops(optimizer: optax.GradientTransformation, layer: Shapes) -> float:

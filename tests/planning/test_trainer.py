@@ -9,7 +9,7 @@ import pytest
 import yaml
 from synthetic import NONE, synthetic
 
-from jaxpipe import cli
+from jaxpipe import cli, measure
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import configurations, cost, devices, plans
 from jaxpipe.planning.plans import Plan
@@ -198,6 +198,36 @@ def test_a_plan_knows_what_an_optimizer_multiplies():
     expected = sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in matrices)
     assert model.update_flops == expected
     assert Planned(Config(model=SMALL), "adamw").counted([], lambda share: None).update_flops == 0
+
+
+@pytest.mark.pipeline
+def test_a_model_without_the_trainer_has_the_sizes_that_it_has_there(tmp_path, capsys):
+    """With its optimizer; the command plans with them."""
+    optimizer, batch = {"name": "muon"}, {"batch_size": 8}
+    planned = Planned(Config(model=SMALL, optimizer=optimizer, train=batch), "there")
+    remats = [NONE._replace(remat=remat) for remat in ("none", "dots", "full")]
+    there = planned.counted(remats, lambda share: None)
+    rows = {n: ((8, *leaf.shape), leaf.dtype) for n, leaf in planned.task.row_shapes().items()}
+    found = measure.model_sizes(
+        planned.task.model(train=True, axis=None),
+        jax.eval_shape(planned.task.init, jax.random.key(0)),
+        {name: jax.ShapeDtypeStruct(*of_rows) for name, of_rows in rows.items()},
+        planned._optimizer,
+        states=planned.task.init_states(),
+        name="there",
+        tokens_per_row=SMALL["sequence_length"],
+    )
+    differ = {"variants", "may_offload", "in_pieces"}
+    assert {n: v for n, v in vars(found).items() if n not in differ} == {
+        n: v for n, v in vars(there).items() if n not in differ
+    }
+    for variant, sizes in found.variants.items():
+        assert sizes.layers == there.variants[variant].layers
+    path = tmp_path / "sizes.json"
+    path.write_text(found.to_json())
+    command = ["plan", "--sizes", str(path), "--devices", "2", "--device", "h100"]
+    assert cli.main(command) == 0
+    assert "there" in capsys.readouterr().out
 
 
 @pytest.mark.pipeline
