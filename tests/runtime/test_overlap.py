@@ -174,6 +174,18 @@ def test_the_first_and_the_last_chunk_move_under_their_own_layers(name, zero, la
     assert not any(one.first or one.last for one in whole)  # of a step whose cells are measured
 
 
+def test_late_messages_do_not_wait_for_what_moves_over_data(monkeypatch):
+    """XLA for GPUs has a stream for them; those that end a tick need none of their own."""
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
+    pipe = toys.pipeline("tied", "v-half", toys.ON_DATA, zero=2, microbatches=5)
+    late = sum(bool(channel.late_edges) for channel in pipe.table.channels)
+    batch = toys.named("tied").batch(20)
+    text = jax.jit(pipe.value_and_grad).lower(pipe.placed_params, batch).as_text()
+    messages = [line for line in text.splitlines() if "collective_permute" in line]
+    assert len(messages) > late > 0
+    assert sum('_xla_gpu_collective_stream = "p2p"' in line for line in messages) == late
+
+
 def test_a_share_has_enough_bytes_and_little_that_moves_in_vain():
     layer = {"w": Leaf((64, 8), "float32", None, 0, data_parts=2)}
     assert [most_shares(layer, n) for n in (2048, 1024, 513, 512)] == [1, 2, 2, 4]

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.buffers import put_slot
@@ -35,13 +36,18 @@ def send(message: Message, edges: Edges, axes: Axes) -> Message:
 def send_late(
     table: TickTable, parts: BodyParts, sent: dict[Kind, Message], axes: Axes
 ) -> list[Message | None]:
-    """Sends what the last tick has produced: it travels while this tick's layers run."""
-    return [
-        send(sent[c.kind], c.late_edges, axes)
-        if c.late_edges and c.kind in sent and parts.has(c.kind)
-        else None
-        for c in table.channels
-    ]
+    """Sends what the last tick has produced: it travels while this tick's layers run.
+
+    XLA for GPUs has a stream for messages between two devices. On the stream of other collectives
+    they would wait for what moves over data in the same tick, or it for them.
+    """
+    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+        return [
+            send(sent[c.kind], c.late_edges, axes)
+            if c.late_edges and c.kind in sent and parts.has(c.kind)
+            else None
+            for c in table.channels
+        ]
 
 
 def _receive(
