@@ -86,7 +86,6 @@ class Assembly:
         )
         parts = self.layout, self.frozen
         self._layers = [part.layers for part in parts if part is not None]
-        self.table = self._lower(schedule)
         self.compute_dtypes = None
         if options.narrows:
             dtype_of = options.dtype_of
@@ -105,17 +104,12 @@ class Assembly:
             self.state_layout = layers
             layout = LayersOnMesh(layers, mesh, axes)
             self.states_placing = Placing(layout, sharded=False, name="states")
+        self.table = self._lower(schedule)
 
     @property
     def _together(self) -> bool:
         """Whether all stages compute embedding and head together."""
         return self.model.stage_split is not None
-
-    @property
-    def _knows_chunks(self) -> bool:
-        """Whether layers stand one after the other in a program, and not in loops."""
-        in_order = not self.options.pair_layers and not stores_tiles(self.mesh)
-        return self._layers[0].own_arrays and self._overlaps and in_order
 
     @cached_property
     def forward_table(self) -> TickTable:
@@ -132,7 +126,7 @@ class Assembly:
         assert slots is not None  # `Options.on` has decided
         residuals = self.options.residuals
         room_for_all = at_end and not self.options.zero.shards_gradients
-        return lower(
+        table = lower(
             schedule,
             self._layer_counts,
             weight_slots=slots,
@@ -141,10 +135,11 @@ class Assembly:
             own_slots=layers[0].own_arrays,
             pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
             shares=most_shares([part.piece for part in layers]) if layers[0].in_shares else 1,
-            within=self._knows_chunks,
+            within=layers[0].own_arrays,
             together=self._together,
             overlaps=self._overlaps,
         )
+        return table if self.setup(table).knows_chunks else table.with_whole_edges
 
     def setup(self, table: TickTable) -> Setup:
         """Describes the run of a table of this pipeline's placement and layers."""

@@ -252,7 +252,7 @@ def _of_stage(fixed: Fixed) -> Row:
     """The rows as the stage sees them, int32 ``[ticks]``."""
     rows = jax.tree.map(jnp.asarray, fixed.table.rows)
     cells = rows.cells
-    if fixed.knows_chunks:
+    if fixed.setup.knows_chunks:
         cells = {kind: fixed.numbered(kind, cell) for kind, cell in cells.items()}
 
     def own(columns: Tree) -> Tree:

@@ -154,6 +154,25 @@ class Setup:
         ]
 
     @property
+    def pairs(self) -> Pairs:
+        """The actions whose layers share a loop: none where cells are measured one by one."""
+        together = self.options.pair_layers and self.stamps is None
+        return self.table.pairs if together else {}
+
+    @property
+    def knows_chunks(self) -> bool:
+        """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled,
+        or loop with trips that are known: on GPUs, unless pairs leave a part of a chunk to run.
+
+        Stacked layers gain where XLA fuses slices whose place follows from a loop's number into
+        matmuls. XLA for CPUs gains nothing, and keeps what several layers of a chunk compute.
+        """
+        layers = self.layout.layers
+        on_gpu = self.overlaps and not self.tiled and self.cells_in_table
+        gains = layers.own_arrays or (layers.in_rows and FUSES_SLICES)
+        return on_gpu and gains and not self.pairs
+
+    @property
     def num_slices(self) -> int:
         return self.table.schedule.num_slices
 
@@ -220,29 +239,13 @@ class Fixed:
 
     @property
     def pairs(self) -> Pairs:
-        """The actions whose layers share a loop: none where cells are measured one by one, or
-        where layers are of several kinds."""
-        measured = self.setup.stamps is not None
-        alone = measured or len(self.layers.kinds) > 1 or not self.setup.options.pair_layers
-        return {} if alone else self.table.pairs
-
-    @property
-    def knows_chunks(self) -> bool:
-        """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled,
-        or loop with trips that are known: on GPUs, unless pairs leave a part of a chunk to run.
-
-        Stacked layers gain where XLA fuses slices whose place follows from a loop's number into
-        matmuls. XLA for CPUs gains nothing, and keeps what several layers of a chunk compute.
-        """
-        setup = self.setup
-        on_gpu = setup.overlaps and not setup.tiled and setup.cells_in_table
-        gains = self.params.own_arrays or (self.params.in_rows and FUSES_SLICES)
-        return on_gpu and gains and not self.pairs
+        """The actions whose layers share a loop: none where layers are of several kinds."""
+        return {} if len(self.layers.kinds) > 1 else self.setup.pairs
 
     @property
     def loops_in_chunk(self) -> bool:
-        """Whether the layers of such a chunk are a loop."""
-        return self.knows_chunks and not self.params.own_arrays
+        """Whether the layers of a chunk that the program knows are a loop."""
+        return self.setup.knows_chunks and not self.params.own_arrays
 
     def fields(self, kind: Kind, known: Collection[str]) -> tuple[str, ...]:
         """Names the fields of a kind's cells that the program knows, if it knows these slots."""

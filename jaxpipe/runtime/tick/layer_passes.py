@@ -171,7 +171,7 @@ def run_layers(
     sums, rest = carried.gradients, carried.but(gradients=None)
     down = work.action in (Kind.B, Kind.BW)
     with jax.named_scope(work.action.name):
-        if work.fixed.knows_chunks:
+        if work.fixed.setup.knows_chunks:
             number = work.cell.number + lo
             sums, rest = _run_chunks(work, parts, number, sums, rest, down=down, only=only)
         else:

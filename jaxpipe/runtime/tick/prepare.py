@@ -139,7 +139,7 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
     """
     setup, buffers = fixed.setup, dict[str, SharedBuffers | KnownSlots]()
     on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
-    alike, parts = fixed.knows_chunks and len(fixed.layers.kinds) == 1, setup.table.residual_parts
+    alike, parts = setup.knows_chunks and len(fixed.layers.kinds) == 1, setup.table.residual_parts
     known = _known(fixed) if alike and setup.options.residuals == "device" else ()
     for name, values in _left_behind(fixed.layers, setup).items():
         if name in known:
