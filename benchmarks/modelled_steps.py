@@ -139,11 +139,16 @@ def pipeline_step(pipe: jaxpipe.Pipeline, rows: int, config: gpt.GPTConfig = CON
     return modelled(pipe, compiled(pipe, batch), config)
 
 
-def modelled(pipe: jaxpipe.Pipeline, step: jax.stages.Compiled, config: gpt.GPTConfig) -> Step:
-    """Models the compiled step of a pipeline of a GPT."""
+def modelled(
+    pipe: jaxpipe.Pipeline,
+    step: jax.stages.Compiled,
+    config: gpt.GPTConfig,
+    model: Callable[..., Roofline] = Roofline,
+) -> Step:
+    """Models the compiled step of a pipeline of a GPT; ``model`` is given what `Roofline` is."""
     program = HloProgram(step.as_text())
     shapes = weight_shapes(pipe.table.layers_per_chunk, config)
-    rooflines = of_stages(pipe, lambda *where: Roofline(program, shapes, *where))
+    rooflines = of_stages(pipe, lambda *where: model(program, shapes, *where))
     roofline, bodies = rooflines[0], program.tick_bodies()
     table, stages = pipe.table, range(pipe.schedule.num_stages)
     gathers, reduces = pipe.options.zero.shards_weights, pipe.axes.num_shards(pipe.mesh) > 1

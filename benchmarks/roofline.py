@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from benchmarks.hlo import HloProgram, Instruction, is_around
 from benchmarks.kernels import Shape, Use, is_kernel, kernel
 from jaxpipe.planning.without_devices import GPUS_PER_HOST
 
-Spent = Counter[Use]
-"""Seconds by use."""
+Spent = Counter[Hashable]
+"""Seconds by `Use`, or by what a `Roofline` tells apart further."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,12 @@ class Roofline:
       hosts: of each device, in the order of the program's numbers, which is that of the mesh; None
         for devices in the order of their hosts.
       device: whose time it is, by the program's number.
+
+    Attributes:
+      launch, wait: seconds of a launch and of a host wait.
     """
+
+    launch, wait = LAUNCH.value, WAIT.value
 
     def __init__(
         self,
@@ -113,6 +118,7 @@ class Roofline:
         spent: Spent = Counter()
         link_free = 0.0
         ends: dict[str, float] = {}
+        uses: dict[str, Hashable] = {}
         for row in self.program.computations[computation]:
             opcode = row.opcode.removesuffix("-start").removesuffix("-done")
             if row.opcode == "while":
@@ -122,17 +128,22 @@ class Roofline:
             elif row.opcode == "call":
                 spent += self.body(row.calls["to_apply"])
             elif row.opcode.endswith("-done") and opcode in _STARTS:
-                end = ends[row.operands[0]]
-                spent[Use.TRANSFERS] += max(0.0, end - total(spent))
+                start = row.operands[0]
+                spent[uses[start]] += max(0.0, ends[start] - total(spent))
             elif opcode in _STARTS:
-                spent[Use.LAUNCHES] += LAUNCH.value
+                spent[Use.LAUNCHES] += self.launch
                 begin = max(link_free, total(spent))
                 link_free = ends[row.name] = begin + self._transfer_seconds(computation, row)
+                uses[row.name] = use = self.use_of(row)
                 if opcode == row.opcode:
-                    spent[Use.TRANSFERS] += max(0.0, link_free - total(spent))
+                    spent[use] += max(0.0, link_free - total(spent))
             elif is_kernel(row):
                 spent += self._kernel(computation, row)
         return spent
+
+    def use_of(self, transfer: Instruction) -> Hashable:
+        """The use that counts what is exposed of a transfer."""
+        return Use.TRANSFERS
 
     def loops(self, computation: str, trips: Trips) -> Spent:
         """The time of a computation's loops alone."""
@@ -147,16 +158,16 @@ class Roofline:
         else:
             trips = trips_of(loop)
             spent = scaled(self.body(body), trips)
-        spent[Use.LAUNCHES] += LAUNCH.value * (trips + 1)
+        spent[Use.LAUNCHES] += self.launch * (trips + 1)
         if self._asks(loop):
-            spent[Use.WAITS] += WAIT.value * (trips + 1)
+            spent[Use.WAITS] += self.wait * (trips + 1)
         return spent
 
     def _branch(self, choice: Instruction, number: int | None) -> Spent:
         """A branch of messages; the host asks the device which to run."""
         branches = list(map(self.body, choice.calls.values()))
         spent = max(branches, key=total) if number is None else branches[number]
-        return spent + Counter({Use.LAUNCHES: LAUNCH.value, Use.WAITS: WAIT.value})
+        return spent + Counter({Use.LAUNCHES: self.launch, Use.WAITS: self.wait})
 
     def _asks(self, loop: Instruction) -> bool:
         """Whether the host asks the device if the loop goes on: where its trips are unknown, and it
@@ -175,7 +186,7 @@ class Roofline:
             one = kernel(self.program, computation, row, self.weights)
             peak = PEAKS["attention" if one.use is Use.ATTENTION else "flops"].value
             seconds = max(one.flops / peak, one.bytes / PEAKS["memory"].value)
-            self._kernels[row.name] = Counter({one.use: seconds, Use.LAUNCHES: LAUNCH.value})
+            self._kernels[row.name] = Counter({one.use: seconds, Use.LAUNCHES: self.launch})
         return self._kernels[row.name]
 
     def links(self) -> tuple[float, ...]:

@@ -4,9 +4,18 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from benchmarks import compiled_ticks, gpu_check, gpu_compile, modelled_steps, plain_steps
+from benchmarks import (
+    compiled_ticks,
+    gpu_check,
+    gpu_compile,
+    gpu_exposed,
+    modelled_steps,
+    plain_steps,
+)
 from benchmarks.hlo import HloProgram, Scope, is_around, layers_of, scope_of
 from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
@@ -228,6 +237,30 @@ def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(hosts,
             "main", lambda row, n=trips: n * (row.name == "layers")
         )
         assert spent[Use.TRANSFERS] == pytest.approx(max(0.0, gather - between))
+
+
+def test_transfers_are_told_apart_by_the_axes_that_they_connect():
+    """Those alone take all of their time; of others at most what nothing hides is exposed."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("stage", "data"))
+    spent, alone = (
+        gpu_exposed.ByAxes(HloProgram(PROGRAM), WEIGHTS, mesh=mesh, alone=alone).run(
+            "main", lambda loop: {"layers": 5, "met": 3}[loop.name]
+        )
+        for alone in (False, True)
+    )
+    gather, message = 3 * 4 * 1048576, 3 * 2 * 8192
+    assert alone == pytest.approx(
+        {
+            ("stage+data", "all-gather"): gather / PEAKS["nvlink"].value,
+            ("data", "collective-permute"): message / PEAKS["nvlink"].value,
+        }
+    )
+    rows = gpu_exposed.rows_of(spent, alone)
+    assert [name for name, *_ in rows] == ["stage+data all-gather", "stage+data in all"]
+    (_, whole, exposed), in_all = rows
+    assert in_all[1:] == (whole, exposed)
+    assert 0 < exposed == pytest.approx(1e3 * seconds(layers=5, met=0)[Use.TRANSFERS])
+    assert exposed < whole == pytest.approx(1e3 * gather / PEAKS["nvlink"].value)
 
 
 def test_a_loop_takes_its_trips_and_a_launch_for_every_question_whether_to_go_on():
