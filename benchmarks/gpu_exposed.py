@@ -48,12 +48,13 @@ class ByAxes(Roofline):
 
     Args:
       mesh: the program's.
-      alone: whether only transfers take time, so that all of it is exposed.
+      alone: whether only transfers take time, one after the other, so that all of it is exposed.
     """
 
     def __init__(self, *args: Any, mesh: Mesh, alone: bool = False) -> None:
         super().__init__(*args)
         self._mesh, self._alone = mesh, alone
+        self.overlaps = not alone
         if alone:
             self.launch = self.wait = 0.0
 

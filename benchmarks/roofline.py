@@ -82,9 +82,11 @@ class Roofline:
 
     Attributes:
       launch, wait: seconds of a launch and of a host wait.
+      overlaps: whether anything runs beside a transfer.
     """
 
     launch, wait = LAUNCH.value, WAIT.value
+    overlaps = True
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class Roofline:
                 begin = max(link_free, total(spent))
                 link_free = ends[row.name] = begin + self._transfer_seconds(computation, row)
                 uses[row.name] = use = self.use_of(row)
-                if opcode == row.opcode:
+                if opcode == row.opcode or not self.overlaps:
                     spent[use] += max(0.0, link_free - total(spent))
             elif is_kernel(row):
                 spent += self._kernel(computation, row)

@@ -242,19 +242,24 @@ def test_only_what_remains_of_a_transfer_when_it_is_waited_for_is_exposed(hosts,
 def test_transfers_are_told_apart_by_the_axes_that_they_connect():
     """Those alone take all of their time; of others at most what nothing hides is exposed."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("stage", "data"))
-    spent, alone = (
-        gpu_exposed.ByAxes(HloProgram(PROGRAM), WEIGHTS, mesh=mesh, alone=alone).run(
-            "main", lambda loop: {"layers": 5, "met": 3}[loop.name]
-        )
-        for alone in (False, True)
+    done = "  %all = f32[4194304]{0} all-gather-done(%early)\n"
+    sent = (
+        "  %sent = f32[1048576]{0} collective-permute(%shard), source_target_pairs={{0,2},{2,0}}\n"
     )
-    gather, message = 3 * 4 * 1048576, 3 * 2 * 8192
-    assert alone == pytest.approx(
-        {
-            ("stage+data", "all-gather"): gather / PEAKS["nvlink"].value,
-            ("data", "collective-permute"): message / PEAKS["nvlink"].value,
-        }
-    )
+
+    def spent_of(text, *, alone):
+        roofline = gpu_exposed.ByAxes(HloProgram(text), WEIGHTS, mesh=mesh, alone=alone)
+        return roofline.run("main", lambda loop: {"layers": 5, "met": 3}[loop.name])
+
+    gather, message, beside = 3 * 4 * 1048576, 3 * 2 * 8192, 4 * 1048576
+    alone = spent_of(PROGRAM.replace(done, sent + done), alone=True)
+    moved = {
+        ("stage+data", "all-gather"): gather / PEAKS["nvlink"].value,
+        ("data", "collective-permute"): message / PEAKS["nvlink"].value,
+        ("stage", "collective-permute"): beside / PEAKS["nvlink"].value,
+    }
+    assert alone == pytest.approx(moved)
+    spent, alone = (spent_of(PROGRAM, alone=alone) for alone in (False, True))
     rows = gpu_exposed.rows_of(spent, alone)
     assert [name for name, *_ in rows] == ["stage+data all-gather", "stage+data in all"]
     (_, whole, exposed), in_all = rows
