@@ -186,7 +186,8 @@ _OF_COMPILED = {"train.steps", "train.batch_size", "train.seed"}
 
 
 def shared_setup(config: Any, choice: Any = None) -> Any:
-    """Makes a `Setup` that has the programs of an earlier one whose steps are the same."""
+    """Makes a `Setup` that has the programs of an earlier one whose steps are the same, as those of
+    a resumed run are, which takes what was chosen from the record."""
     from train.step import Setup
 
     others = {"run_dir", "data.path", "data.rows"}
@@ -194,8 +195,9 @@ def shared_setup(config: Any, choice: Any = None) -> Any:
     fields = [(path, str(value)) for path, value in config.flat().items() if path not in others]
     key = (*fields, choice and str(choice.to_json()))
     if key not in _SETUPS:
-        _SETUPS[key] = setup = Setup(config, choice)
+        setup = Setup(config, choice)
         _ = setup.train_step, setup.evaluate  # are jitted once, when first read
+        _SETUPS[key] = _SETUPS[*fields, str(setup.choice.to_json())] = setup
     shared = copy.copy(_SETUPS[key])
     shared.config = config
     shared.task = shared._task(shared.choice.vocabulary)
