@@ -264,11 +264,11 @@ class Planned:
         )
 
     @property
-    def _update_flops(self) -> float:
+    def _update_flops(self) -> tuple[float, ...]:
         config = self._sharing(1, 1, 1)
         layers = self._pipeline(tasks.make(config), config, "none", stage=1).layout.layers
-        of_few = {n: update_flops(self._optimizer, layers.shape_of(n)) for n in set(self._like)}
-        return sum(of_few[layer] for layer in self._like) / len(self._like)
+        of_few = [update_flops(self._optimizer, layers.shape_of(n)) for n in set(self._like)]
+        return max(of_few, key=sum)
 
     @property
     def _optimizer(self) -> optax.GradientTransformation:

@@ -650,12 +650,13 @@ def _update(placed: PlacedPlan) -> float:
     if plan.zero.shards_state and not plan.zero.shards_weights:
         whole = placed.trained * placed.stage_parameters + placed.outer_trained * placed.outer_kept
         seconds += model.parameter_bytes * (whole - updated) / placed.data_link
-    return seconds + (_at_homes(placed) if model.update_flops else 0.0)
+    return seconds + (at_homes(placed) if model.update_flops else 0.0)
 
 
-def _at_homes(placed: PlacedPlan) -> float:
-    """Times what an optimizer multiplies of whole layers, and the exchange before and after it: the
-    devices of a stage have a layer each at a time (docs/design/004-optimizers.md)."""
+def at_homes(placed: PlacedPlan) -> float:
+    """Times what an optimizer multiplies of whole layers, and the exchange before and after it:
+    devices of a stage each have a layer at a time, or some of its matrices if there are several
+    times as many (docs/design/004-optimizers.md)."""
     plan, cluster = placed.plan, placed.cluster
     homes, own, parts = plan.data * plan.sharing, placed.layer_parameters, plan.tensor
     if plan.zero.shards_state:
@@ -663,5 +664,8 @@ def _at_homes(placed: PlacedPlan) -> float:
     link = placed.sharing_links[0] if plan.data == 1 else placed.data_link
     # Parts go to the home, and those of the result to all that have them.
     exchanged = MASTER_BYTES * placed.trained * own * (parts - 1 + homes - 1)
-    layer = placed.model.update_flops / (WIDE * cluster.flops) + exchanged / link
-    return math.ceil(plan.chunks * placed.layers_per_chunk / homes) * layer
+    layers, flops = plan.chunks * placed.layers_per_chunk, placed.model.update_flops
+    trips = math.ceil(layers / homes)
+    groups = homes // math.ceil(layers / trips) if layers > 1 else 1
+    most = max(sum(flops[group::groups]) for group in range(groups))
+    return trips * (most / (WIDE * cluster.flops) + exchanged / link)

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -166,9 +165,8 @@ def model_sizes(
         compute_bytes = itemsize if compute_dtype is None else jnp.dtype(compute_dtype).itemsize
         found = sizes(pipe, of_rows, rng, compute_bytes=compute_bytes, remats=tuple(REMAT_POLICIES))
     layers, kind_of = pipe.layout.layers, next(iter(found.values())).kind_of
-    of_kind = {
-        kind: update_flops(optimizer, layers.shape_of(kind_of.index(kind))) for kind in {*kind_of}
-    }
+    firsts = [kind_of.index(kind) for kind in {*kind_of}]
+    updates = [update_flops(optimizer, layers.shape_of(first)) for first in firsts]
     return ModelSizes(
         name=name,
         tokens_per_row=tokens_per_row,
@@ -178,7 +176,7 @@ def model_sizes(
         batch_rows=rows[0].shape[0],
         row_bytes=sum(tree_bytes(leaf) for leaf in rows) // rows[0].shape[0],
         variants={Variant(1, 1, remat): of_remat for remat, of_remat in found.items()},
-        update_flops=statistics.fmean(of_kind[kind] for kind in kind_of),
+        update_flops=max(updates, key=sum),
     )
 
 
@@ -189,12 +187,12 @@ def num_moments(optimizer: optax.GradientTransformation, params: Shapes) -> int:
     return round(kept / own)
 
 
-def update_flops(optimizer: optax.GradientTransformation, layer: Shapes) -> float:
-    """Counts the FLOPs of an optimizer's matmuls in the update of a layer."""
+def update_flops(optimizer: optax.GradientTransformation, layer: Shapes) -> tuple[float, ...]:
+    """Counts the FLOPs of an optimizer's matmuls in the update of a layer, by equation."""
     params = {"layers": (layer,)}
     state = jax.eval_shape(optimizer.init, params)
     traced = jaxprs.flatten(jax.make_jaxpr(optimizer.update)(params, state, params))
-    return sum(map(_flops, traced.jaxpr.eqns))
+    return tuple(filter(None, map(_flops, traced.jaxpr.eqns)))
 
 
 def _line(rows: tuple[int, int], few: object, many: Linear) -> object:

@@ -174,8 +174,8 @@ class ModelSizes:
       may_offload: whether the optimizer's state may lie on the host.
       in_pieces: whether layers on tensor devices run in pieces of the sequence, which hide
         collectives; they are counted whole.
-      update_flops: FLOPs of matmuls of the optimizer's update of a whole layer, such as Muon's; the
-        mean, if layers differ.
+      update_flops: FLOPs of matmuls of the optimizer's update of a whole layer, such as Muon's, by
+        matrix; of the layer with the most, if layers differ.
       document_share: how long the document of a token is on average, as a share of a row; tokens
         see no others. So much of attention takes longer for later slices of a sequence.
     """
@@ -191,7 +191,7 @@ class ModelSizes:
     may_offload: bool = True
     document_share: float = 1.0
     in_pieces: bool = False
-    update_flops: float = 0.0
+    update_flops: tuple[float, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -227,7 +227,7 @@ class ModelSizes:
                 Variant(*(item[name] for name in Variant._fields)): _read(Sizes, item["sizes"])
                 for item in data.pop("variants")
             }
-            return cls(**data, variants=variants)
+            return cls(**data | {"update_flops": tuple(data["update_flops"])}, variants=variants)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             rule = f"holds no sizes of a model as this version writes them ({error!r})"
             note = "Write it again: jaxpipe plan --config FILE --write-sizes FILE."

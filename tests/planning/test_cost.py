@@ -372,11 +372,12 @@ def test_pairs_hide_what_layers_communicate():
     assert cost.least_seconds(pairs) <= sum(step.values())
 
 
-@pytest.mark.parametrize("zero", [Zero.NOTHING, Zero.STATE])
-def test_an_update_of_whole_matrices_is_spread_and_exchanged(zero):
-    """8 data shards take turns at 20 layers of a stage: each multiplies 3 of them."""
-    plain = synthetic(NONE, layers=40)
-    muon = dataclasses.replace(plain, update_flops=1e12)
+@pytest.mark.parametrize(("zero", "depth"), [(Zero.NOTHING, 20), (Zero.STATE, 20), (Zero.STATE, 4)])
+def test_an_update_of_whole_matrices_is_spread_and_exchanged(zero, depth):
+    """8 data shards take turns at 20 layers of a stage: each multiplies 3 of them; or 2 have one
+    of 4 layers, one of them two of its matrices, and the other the third."""
+    plain = synthetic(NONE, layers=2 * depth)
+    muon = dataclasses.replace(plain, update_flops=(3e11, 5e11, 2e11))
     plan = PLAN._replace(stage=2, data=8, zero=zero)
     cluster = devices.cluster("h100", 16)
     found, without = (PlacedPlan(plan, model, cluster) for model in (muon, plain))
@@ -386,8 +387,9 @@ def test_an_update_of_whole_matrices_is_spread_and_exchanged(zero):
     layer = 4 * 12 * 4096**2
     # With ZeRO, 7/8 of a layer leave the device and come back; without, the results of 7 come.
     moved = layer * (2 * 7 / 8 if zero.shards_state else 7)
-    seconds = 1e12 / (0.5 * cluster.flops) + moved / found.data_link
-    assert update - less == pytest.approx(3 * seconds)
+    flops, trips = {20: (1e12, 3), 4: (5e11, 1)}[depth]
+    seconds = flops / (0.5 * cluster.flops) + moved / found.data_link
+    assert update - less == pytest.approx(trips * seconds)
     assert cost.least_seconds(found) > cost.least_seconds(without)
 
 

@@ -195,9 +195,9 @@ def test_a_plan_knows_what_an_optimizer_multiplies():
     config = Config(model=SMALL, optimizer={"name": "muon"}, pipeline={"schedule": "1f1b"})
     model = Planned(config, "muon").counted([], lambda share: None)
     matrices = [(8, 24), (8, 8), (8, 64), (8, 64), (8, 64)]
-    expected = sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in matrices)
-    assert model.update_flops == expected
-    assert Planned(Config(model=SMALL), "adamw").counted([], lambda share: None).update_flops == 0
+    expected = [5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in matrices]
+    assert sorted(model.update_flops) == sorted(expected)
+    assert not Planned(Config(model=SMALL), "adamw").counted([], lambda share: None).update_flops
 
 
 @pytest.mark.pipeline

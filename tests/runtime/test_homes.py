@@ -54,7 +54,7 @@ OPTIMIZER = optax.contrib.muon(0.05, ns_steps=NS_STEPS, weight_decay=0.1)
     ("depth", "zero", "mesh", "schedule", "weights"),
     [
         (10, 0, {"data": 4}, "1f1b", "unrolled"),  # 5 layers on 4 devices
-        (6, 1, {"data": 2, "tensor": 2}, "zb-v", "stacked"),
+        (4, 1, {"data": 2, "tensor": 2}, "zb-v", "stacked"),  # 2 layers, each on 2 devices
         (10, 2, {"data": 4, "replica": 2}, "zb-v", "unrolled"),  # chunks of 3 and 2 layers
         (10, 3, {"data": 2, "tensor": 2}, "1f1b", "stacked"),
     ],
@@ -85,10 +85,12 @@ def test_muon_is_that_of_whole_matrices(depth, zero, mesh, schedule, weights):
     assert np.abs(got["up"] - start["layers"]["up"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
-def test_no_device_holds_the_matrices_of_several_layers(mesh):
+@pytest.mark.parametrize(
+    ("depth", "mesh"), [(8, {"data": 2, "tensor": 2}), (4, {"data": 4})], ids=["8", "4"]
+)
+def test_no_device_holds_the_matrices_of_several_layers(depth, mesh):
     """Each is exchanged once there and once back, and multiplied on its home alone."""
-    pipe = pipeline(8, 3, mesh, "1f1b", "stacked")
+    pipe = pipeline(depth, 3, mesh, "1f1b", "stacked")
     placed = pipe.placed_params, pipe.optimizer_placing(OPTIMIZER).placed
 
     @jax.jit
@@ -103,6 +105,8 @@ def test_no_device_holds_the_matrices_of_several_layers(mesh):
     moved = [sum(map(math.prod, one.shapes)) for one in found if one.opcode == "all-to-all"]
     assert sorted(moved) == sorted(2 * list(sizes.values()))
     assert not [one for one in found if one.opcode == "all-gather"]
-    # No loop runs one layer after another: those of all 4 layers are multiplied at once.
+    # No loop runs one layer after another: those of all layers are multiplied at once; and if
+    # there are two devices for each layer, either multiplies one of its two matrices.
+    assert sum(one.opcode == "conditional" for one in found) == (2 if depth == 4 else 0)
     assert sum(one.opcode == "dot" for one in found) == 3 * NS_STEPS * len(MATRICES)
     assert sum(one.opcode == "while" for one in found) <= 1

@@ -1,8 +1,9 @@
 """Whole arrays of several layers, each layer's on a device of its own.
 
-The devices that share a stage are *homes*. Of a few layers at a time, home k fetches the arrays of
-the k-th from all of them, works with these, and gives each device its part of the results. What
-needs whole arrays so runs once per layer, and no device holds those of several.
+The devices that share a stage are *homes*. Of a few layers at a time, home k fetches an array of
+the k-th from all of them, works with it, and gives each device its part of the result. What needs
+whole arrays so runs once per layer, and no device holds those of several. If there are several
+times as many devices as layers, they are *groups* of homes, which take turns at a layer's arrays.
 
 Everything here runs in a `jax.vmap` over these layers whose axis is called `LAYERS`: what a device
 has of every layer is batched, and what it has of its own layer alone is not.
@@ -11,31 +12,42 @@ has of every layer is batched, and what it has of its own layer alone is not.
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.jaxprs import Eqn
 from jaxpipe.runtime.layout.leaf import Cut
+from jaxpipe.runtime.types import Arrays
 
 LAYERS = "layers at home"
 
 
 class AtHome(NamedTuple):
-    """An array of the layer whose home this device is."""
+    """An array of the layer whose home this device is, if it is in the group."""
 
     value: jax.Array
+    group: int
 
 
 class Homes:
     """Every device is a home of the one layer at work, outside such a `jax.vmap`."""
 
-    def fetch(self, part: jax.Array, cut: Cut) -> jax.Array:
+    groups: int = 1
+
+    def fetch(self, part: jax.Array, cut: Cut, group: int) -> jax.Array:
         return cut.whole(part)
 
-    def give(self, whole: jax.Array, cut: Cut) -> jax.Array:
-        return cut.own(whole)
+    def give(self, whole: AtHome, cut: Cut) -> jax.Array:
+        return cut.own(whole.value)
+
+    def bind(self, eqn: Eqn, operands: Arrays, group: int) -> Arrays:
+        """Runs an equation whose results only a group needs."""
+        return jaxprs.bind(eqn, operands)
 
 
 EVERYWHERE = Homes()
@@ -43,19 +55,37 @@ EVERYWHERE = Homes()
 
 @dataclasses.dataclass(frozen=True)
 class SeparateHomes(Homes):
-    """Home k is the k-th device along these mesh axes, of these sizes."""
+    """Home k is the k-th device along these mesh axes.
+
+    Args:
+      sizes: devices along each.
+      layers: layers at a time.
+    """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    layers: int
 
     @property
     def count(self) -> int:
         return math.prod(self.sizes)
 
-    def fetch(self, part: jax.Array, cut: Cut) -> jax.Array:
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        return self.count // self.layers
+
+    def bind(self, eqn: Eqn, operands: Arrays, group: int) -> Arrays:
+        if self.groups == 1:
+            return super().bind(eqn, operands, group)
+        nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        in_group = lax.axis_index(self.axes) // self.layers == group
+        return lax.cond(in_group, partial(jaxprs.bind, eqn), lambda _: nothing, operands)
+
+    def fetch(self, part: jax.Array, cut: Cut, group: int) -> jax.Array:
         """Makes the whole array of the own layer, from all devices' parts of each layer's."""
-        rows = lax.all_gather(part, LAYERS)
-        rows = jnp.pad(rows, [(0, self.count - len(rows)), *[(0, 0)] * part.ndim])
+        rows, before = lax.all_gather(part, LAYERS), group * self.layers
+        room = before, self.count - before - self.layers
+        rows = jnp.pad(rows, [room, *[(0, 0)] * part.ndim])
         rows = rows.reshape(*self.sizes, *part.shape)
         sharing, alike = self._axes(cut)
         for name in reversed(alike):  # each of these devices has the part itself
@@ -64,14 +94,15 @@ class SeparateHomes(Homes):
         rows = _exchanged(rows, sharing)
         return _along(sharing, cut.whole, in_axes=0, out_axes=None)(rows)
 
-    def give(self, whole: jax.Array, cut: Cut) -> jax.Array:
+    def give(self, whole: AtHome, cut: Cut) -> jax.Array:
         """Undoes `fetch`: this device's part of each layer's array, from the homes."""
         sharing, alike = self._axes(cut)
-        rows = _exchanged(_along(sharing, cut.own, in_axes=None, out_axes=0)(whole), sharing)
+        rows = _exchanged(_along(sharing, cut.own, in_axes=None, out_axes=0)(whole.value), sharing)
         for name in alike:
             rows = lax.all_gather(rows, name, axis=self.axes.index(name))
         rows = rows.reshape(self.count, *rows.shape[len(self.axes) :])
-        return lax.dynamic_index_in_dim(rows, lax.axis_index(LAYERS), keepdims=False)
+        home = whole.group * self.layers + lax.axis_index(LAYERS)
+        return lax.dynamic_index_in_dim(rows, home, keepdims=False)
 
     def _axes(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The axes whose devices hold parts of an array, and those whose devices hold the same."""

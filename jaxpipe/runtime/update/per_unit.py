@@ -11,6 +11,7 @@ layer on one of the devices that share a stage, where other devices gather other
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -122,9 +123,13 @@ class PerUnit:
             for n in range(units.rounds + 1)
         ]
         slices = itertools.chain(*layers, *outer.values())
-        peers = params.axes.peers
-        self._homes = SeparateHomes(peers, tuple(params.mesh.shape[name] for name in peers))
-        self._at_home = any(_needs_wholes(group.program) for group in self._layer_groups[-1])
+        sizes, rows = (
+            {n: params.mesh.shape[n] for n in params.axes.peers},
+            params.layers.rows[0].size,
+        )
+        at_home = any(_needs_wholes(group.program) for group in self._layer_groups[-1])
+        self._trips = -(-rows // (math.prod(sizes.values()) if at_home else 1))
+        self._homes = SeparateHomes(tuple(sizes), tuple(sizes.values()), -(-rows // self._trips))
         self._of_all = units.of_all(v for program in slices for v in program.shared)
 
     # What units share.
@@ -164,7 +169,7 @@ class PerUnit:
         """Computes the scalars that a unit gives to all others."""
         owned = self._take_shards(group, stored)
         _, targets = self._run_unit(group, owned, env, EVERYWHERE)
-        return [_whole(value, EVERYWHERE) for value in targets]
+        return [_at_home(value, EVERYWHERE).value for value in targets]
 
     def _renew(
         self, group: _Group, stored: Sequence[Stored], env: Env, homes: Homes = EVERYWHERE
@@ -189,9 +194,7 @@ class PerUnit:
             return self._renew(self._outer_groups[-1][name], given, env)
         first, *results = given
         stage, count = lax.axis_index(self._axes.stage), self._params.layers.rows.shape[2]
-        rows = self._params.layers.rows[0].size
-        trips = -(-rows // (self._homes.count if self._at_home else 1))
-        size = -(-rows // trips)
+        rows, size = self._params.layers.rows[0].size, self._homes.layers
 
         def body(trip: Index, results: list[Arrays]) -> list[Arrays]:
             left, numbers = rows - trip * size, [trip * size + k for k in range(size)]
@@ -201,8 +204,8 @@ class PerUnit:
             return self.layers(at, partial(self._read, 0, first), results, env, left=left)
 
         if not self._params.layers.own_arrays:
-            return repeat(trips, body, results)
-        for trip in range(trips):  # the program must know their numbers
+            return repeat(self._trips, body, results)
+        for trip in range(self._trips):  # the program must know their numbers
             results = body(trip, results)
         return results
 
@@ -419,6 +422,9 @@ _REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array],
 }
 """Primitives that reduce: on one device, across devices, and the result of nothing."""
 
+_CHEAP = _ELEMENTWISE | _REDUCTIONS.keys() | jaxprs.FORMS
+"""Those that may run on every device, though one needs the result."""
+
 
 def _needs_wholes(program: Slice) -> bool:
     """Whether an equation needs a whole array of the unit."""
@@ -434,17 +440,17 @@ def _needs_wholes(program: Slice) -> bool:
 def _run_on_parts(eqns: Eqns, env: Env, homes: Homes) -> Env:
     """Evaluates equations in order, and returns the environment grown by their outputs; its values
     are `DevicePart`, `AtHome`, or arrays that belong to no unit's array."""
-    env, wholes = dict(env), {}
+    env, wholes, turns = dict(env), {}, itertools.cycle(range(homes.groups))
 
     def value(atom: Atom) -> Tree:
         return env[atom] if jaxprs.is_var(atom) else jaxprs.values([atom], {})[0]
 
-    def gathered(atom: Atom) -> jax.Array:
+    def gathered(atom: Atom, group: int) -> jax.Array:
         if not jaxprs.is_var(atom):
             return value(atom)
-        if atom not in wholes:
-            wholes[atom] = _whole(env[atom], homes)
-        return wholes[atom]
+        if (atom, group) not in wholes:
+            wholes[atom, group] = _at_home(env[atom], homes, group).value
+        return wholes[atom, group]
 
     for eqn in eqns:
         found = [value(atom) for atom in eqn.invars]
@@ -457,10 +463,14 @@ def _run_on_parts(eqns: Eqns, env: Env, homes: Homes) -> Env:
         elif parts and _is_full_reduction(eqn, parts[0]):
             env[eqn.outvars[0]] = _reduced(parts[0], eqn.primitive.name)
         elif any(map(_is_of_array, found)):
-            outs = jaxprs.bind(eqn, [gathered(atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, map(AtHome, outs), strict=True))
+            groups = [v.group for v in found if isinstance(v, AtHome)]
+            group = groups[0] if groups else next(turns)
+            operands = [gathered(atom, group) for atom in eqn.invars]
+            cheap = eqn.primitive.name in _CHEAP
+            outs = jaxprs.bind(eqn, operands) if cheap else homes.bind(eqn, operands, group)
+            env.update(zip(eqn.outvars, [AtHome(out, group) for out in outs], strict=True))
         else:
-            outs = jaxprs.bind(eqn, [_whole(v, EVERYWHERE) for v in found])
+            outs = jaxprs.bind(eqn, [_at_home(v, EVERYWHERE).value for v in found])
             env.update(zip(eqn.outvars, outs, strict=True))
     return env
 
@@ -470,21 +480,21 @@ def _is_of_array(value: Tree) -> bool:
     return isinstance(value, AtHome) or (isinstance(value, DevicePart) and value.cut.shape != ())
 
 
-def _whole(value: Tree, homes: Homes) -> jax.Array:
-    """An array where it is needed whole."""
+def _at_home(value: Tree, homes: Homes, group: int = 0) -> AtHome:
+    """An array whole, where a group needs it."""
     if isinstance(value, AtHome):
-        return value.value
+        if value.group == group:
+            return value
+        value = homes.give(value, Cut(value.value.shape, ()))
     part = value if isinstance(value, DevicePart) else DevicePart(value, Cut(value.shape, ()))
-    return homes.fetch(*part)
+    return AtHome(homes.fetch(*part, group), group)
 
 
 def _own(value: Tree, cut: Cut, homes: Homes) -> jax.Array:
     """This device's part of a value, as ``cut`` wants it."""
-    if isinstance(value, DevicePart) and value.cut == cut:
-        return value.value
-    if isinstance(value, DevicePart | AtHome):
-        return homes.give(_whole(value, homes), cut)
-    return cut.own(value)
+    if isinstance(value, DevicePart):
+        return value.value if value.cut == cut else homes.give(_at_home(value, homes), cut)
+    return homes.give(value, cut) if isinstance(value, AtHome) else cut.own(value)
 
 
 def _is_elementwise(eqn: Eqn, parts: Sequence[DevicePart]) -> bool:
