@@ -154,7 +154,7 @@ PLACES = {
     "stacked": ("stacked", 1, 2, 3, "stacked"),
     "uneven": ("stacked", 2, 2, 1, "stacked"),
     "unrolled": ("stacked", 2, 2, 2, "unrolled"),
-    "tuple": ("tuple", 2, 2, 3, "stacked"),
+    "tuple": ("tuple", 2, 4, 3, "stacked"),
     "tuple, whole": ("tuple", 4, 1, 0, "stacked"),
 }
 OFTEN = {
