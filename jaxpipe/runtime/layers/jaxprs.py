@@ -165,6 +165,18 @@ def read_leaves(function: Callable[..., Tree], *args: Tree) -> list[bool]:
     return [var in read for var in jaxpr.invars]
 
 
+def dependent(closed: core.ClosedJaxpr, numbers: Collection[int]) -> tuple[bool, ...]:
+    """Marks the results of a program that depend on the arguments of these numbers.
+
+    Example:
+      >>> dependent(jax.make_jaxpr(lambda a, b: (a + b, b))(1.0, 2.0), [0])
+      (True, False)
+    """
+    jaxpr = flatten(closed).jaxpr
+    reached = reachable(jaxpr.eqns, {jaxpr.invars[n] for n in numbers})
+    return tuple(is_var(v) and v in reached for v in jaxpr.outvars)
+
+
 def divided(eqns: Eqns, outputs: Iterable[Atom], late: Vars) -> tuple[list[Eqn], list[Eqn]]:
     """Divides a program into the equations that some outputs need, with the calls of the host that
     do not depend on ``late``, and the others."""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.runtime.layers.jaxprs import Collective, collectives
+from jaxpipe.runtime.layers.jaxprs import Collective, collectives, dependent
 from jaxpipe.runtime.layers.losses import WithLoss, check_loss
 from jaxpipe.runtime.layers.model import Model, output_shapes
 from jaxpipe.runtime.layers.slices import Carry, carry_of, on_slices
 from jaxpipe.runtime.layers.split import Split, split_layer
-from jaxpipe.runtime.trees import bare_shapes, describe, form_of
+from jaxpipe.runtime.trees import bare_shapes, describe, divide, form_of
 from jaxpipe.runtime.types import Activation, LayerParams, Shapes, States, Tree
 from jaxpipe.schedule.problems import refuse
 
@@ -29,6 +29,7 @@ class LayerKind:
       function: `Model.layer` of these layers.
       x: number of the layer's input among `Layers.activations`.
       y: number of its output among them.
+      flows: for every leaf of y, whether it has a gradient; None if all have.
       carry: what it hands from slice to slice of a sequence; None where these are whole. Functions
         and split then have the pair of activation and carry as x and y.
     """
@@ -39,6 +40,7 @@ class LayerKind:
     x: int
     y: int
     split: Split
+    flows: tuple[bool, ...] | None
     carry: Carry | None
 
 
@@ -67,6 +69,7 @@ def sort_layers(
     *context: Shapes,
     cut: Callable[..., Split] = split_layer,
     frozen: Sequence[LayerParams] | None = None,
+    flows: tuple[bool, ...] | None = None,
     states: Sequence[States] | None = None,
     num_slices: int = 1,
     stage_axis: str = "stage",
@@ -78,6 +81,8 @@ def sort_layers(
         microbatch's rows and the key, and of the layers' states.
       cut: `split_layer` with the options of the run.
       frozen: for every layer as of `split_layer`.
+      flows: for every leaf of x, whether it depends on what is trained; None if all do. Layers in
+        front of the first that is trained have no gradients of others.
       num_slices: of a sequence; x is one of them.
     """
     seen: dict[object, int] = {}
@@ -96,7 +101,12 @@ def sort_layers(
         state = None if states is None else states[n]
         constant = None if frozen is None else frozen[n]
         carry = None if num_slices == 1 else model.carry_function(n)
-        key = (function, carry, form_of(layer_params), form_of(constant), here, form_of(state))
+        if constant is None or jax.tree.leaves(divide(layer_params, constant)[0]) or carry:
+            flows = None
+        elif flows is not None and model.layers_are_alike:  # then all are of one kind
+            flows = None if any(flows) else flows
+        form = form_of(layer_params), form_of(constant), here, form_of(state)
+        key = (function, carry, flows, *form)
         if key not in seen:
             args = (layer_params, list(activations.values())[here], *context)
             kept, carried = {} if state is None else {"state": state}, None
@@ -116,13 +126,19 @@ def sort_layers(
             # An evaluation runs the function itself, of which derivatives by hand show nothing.
             alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
             appended = () if carried is None else carried.appended
-            split = cut(function, *args, frozen=constant, state=state, appended=appended)
+            options = {"state": state, "appended": appended, "flows": flows}
+            split = cut(function, *args, frozen=constant, **options)
             found = [*split.traced.collectives, *collectives(alone.jaxpr)]
             refuse(barred(f"Layer {n}", found, stage_axis))
+            if flows is not None:
+                before = len(jax.tree.leaves(layer_params))
+                given = [before + k for k, flow in enumerate(flows) if flow]
+                flows = dependent(alone, given)[: len(jax.tree.leaves(y))]
             seen[key] = len(kinds)
-            kinds.append(LayerKind(len(kinds), n, function, here, number(y, n), split, carried))
+            ends = here, number(y, n)
+            kinds.append(LayerKind(len(kinds), n, function, *ends, split, flows, carried))
         kind_of.append(seen[key])
-        here = kinds[seen[key]].y
+        here, flows = kinds[seen[key]].y, kinds[seen[key]].flows
     return Layers(tuple(kinds), tuple(kind_of), tuple(activations.values()), first, here)
 
 

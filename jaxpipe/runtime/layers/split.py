@@ -11,6 +11,8 @@ residuals need is the forward, the rest is the backward. Then these are cut:
 - values that B gathers over devices cross in parts, and W gathers them again;
 - sums and products that make fewer bytes cross belong to B (the gradient of a norm's scale, the
   input of a matmul);
+- leaves of x that depend on nothing that is trained, as in front of a frozen encoder, have no
+  gradient: dx has zeros for them, and what only they need is neither run nor saved;
 - buffers of a sequence that slices append to (`jaxpipe.Appended`) are saved by nobody: B and W read
   them where they lie, and what later slices have appended has no influence.
 
@@ -27,6 +29,7 @@ from functools import cached_property, partial
 from typing import TypeAlias
 
 import jax
+from jax import lax
 from jax.extend import core
 from jax.extend.core import Primitive
 
@@ -94,6 +97,7 @@ class _Traced:
         of y with its loss and the new state.
       loss: shapes of the layer's own loss and metrics, or None.
       appended: for the last leaves of x and y, whether slices append to them.
+      flows: for every leaf of x, whether it has a gradient.
       collectives: those of both.
     """
 
@@ -113,6 +117,7 @@ class _Traced:
     y: Tree
     loss: Shapes
     appended: tuple[bool, ...]
+    flows: tuple[bool, ...]
     collectives: list[jaxprs.Collective]
 
     @property
@@ -183,6 +188,15 @@ class Split:
         """Numbers of the context's leaves that the layer reads."""
         context = self.reads[self.traced.params.num_leaves :]
         return [n for n, is_read in enumerate(context) if is_read]
+
+    @property
+    def hands_back(self) -> bool:
+        """Whether the backward does nothing: the layer trains no parameter, and what has a gradient
+        passes it unchanged."""
+        dx, dy = self.traced.dx, self.traced.dy
+        if self.traced.dparams or jaxprs.shapes_of_variables(dx) != jaxprs.shapes_of_variables(dy):
+            return False
+        return all(v is w for v, w, f in zip(dx, dy, self.traced.flows, strict=True) if f)
 
     @property
     def until_b(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -282,6 +296,7 @@ def split_layer(
     remat: str = "none",
     loss_scale: float = 1.0,
     appended: tuple[bool, ...] = (),
+    flows: tuple[bool, ...] | None = None,
     early: bool = True,
 ) -> Split:
     """Cuts a layer's derivative into F, B and W.
@@ -302,6 +317,7 @@ def split_layer(
       loss_scale: the cotangent of the layer's own loss, if it has one.
       appended: for the last leaves of x and of y, whether each is a buffer that slices of a
         sequence append to; B and W are given these as they are then.
+      flows: for every leaf of x, whether it has a gradient; None if all have.
       early: whether B also runs equations of W where fewer bytes then cross.
 
     Example:
@@ -312,7 +328,8 @@ def split_layer(
     """
     if frozen is None:
         frozen = jax.tree.map(lambda _: None, params)
-    given = params, frozen, x, context, state
+    flows = flows or (True,) * len(jax.tree.leaves(x))
+    given = params, frozen, x, context, state, flows
     policy = REMAT_POLICIES[remat]
     traced, outputs, dy = _differentiate(layer, *given, policy=policy, loss_scale=loss_scale)
     program, structure = jaxprs.flatten(traced), jax.tree.structure(params)
@@ -354,6 +371,7 @@ def split_layer(
             y=jax.tree.structure(outputs),
             loss=y.loss if isinstance(y, WithLoss) else None,
             appended=appended,
+            flows=flows,
             collectives=list(jaxprs.collectives(traced.jaxpr)),
         ),
         early=early,
@@ -367,6 +385,7 @@ def _differentiate(
     x: Activation,
     context: Tree,
     state: States,
+    flows: tuple[bool, ...],
     *,
     policy: Policy | None,
     loss_scale: float,
@@ -388,7 +407,13 @@ def _differentiate(
 
         if policy is not None:
             of_trained_and_x = jax.checkpoint(of_trained_and_x, policy=policy)
-        y, vjp, new_state = jax.vjp(of_trained_and_x, trained, x, has_aux=True)
+
+        def of_what_flows(trained: LayerParams, x: Activation) -> tuple[Activation, States]:
+            leaves, tree = jax.tree.flatten(x)
+            kept = [w if f else lax.stop_gradient(w) for w, f in zip(leaves, flows, strict=True)]
+            return of_trained_and_x(trained, jax.tree.unflatten(tree, kept))
+
+        y, vjp, new_state = jax.vjp(of_what_flows, trained, x, has_aux=True)
         return (y if state is None else (y, new_state)), vjp
 
     args = params, context, x, state

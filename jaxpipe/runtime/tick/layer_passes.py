@@ -277,6 +277,8 @@ def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carr
         move = _move_out if work.action is Kind.F else _move_back
         return move(layer_work, moved, step, carried)
     for kind in kinds:
+        if kind.split.hands_back and not work.action.is_forward:
+            continue  # the message that has come is the one that goes
         is_mine = work.fixed.kind_of[chunk, layer] == kind.number
         one = functools.partial(step, work.of_layer(chunk, layer, kind))
         carried = run_if(is_mine, one, carried)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.layers.jaxprs import collectives, read_leaves
+from jaxpipe.runtime.layers.jaxprs import collectives, dependent, read_leaves
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layers.model import output_shapes
 from jaxpipe.runtime.layers.split import split_layer
@@ -114,10 +114,20 @@ def layers_of(setup: Setup, outer: OuterParams, microbatch: Batch, rng: Key) -> 
         rng,
         cut=cut,
         frozen=frozen,
+        flows=None if frozen is None else _flows(setup, outer, microbatch, rng),
         states=None if states is None else [states.shape_of(n) for n in numbers],
         num_slices=setup.num_slices,
         stage_axis=setup.layout.axes.stage,
     )
+
+
+def _flows(setup: Setup, outer: OuterParams, rows: Batch, rng: Key) -> tuple[bool, ...]:
+    """Marks the arrays of the first layer's input that depend on what has a gradient."""
+    trained = {path for path, _ in jax.tree.leaves_with_path(setup.layout.outer)}
+    paths = [path for path, _ in jax.tree.leaves_with_path(outer)]
+    numbers = [n for n, path in enumerate(paths) if path in trained]
+    numbers += [len(paths) + n for n in setup.inputs]
+    return dependent(jax.make_jaxpr(setup.model.embed)(outer, rows, rng), numbers)
 
 
 def _shapes_of_layers(
