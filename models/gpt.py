@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ from models.pieces import Pieces, in_turn, num_pieces, staggered
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor
 from models.types import Batch, Key, PyTree
+
+ConfigT = TypeVar("ConfigT", bound=GPTConfig)
 
 
 class MLP(nnx.Module):
@@ -444,13 +446,13 @@ def logits(
       float32 [rows, S, vocab_size]: scores of the token after each position.
     """
     config, params, state = main_model(config, params, state)
-    config = _for_inference(config)
+    config = for_inference(config)
     x = _embed(config, params, {"tokens": tokens, "targets": tokens}, None, WHOLE, {})
     if config.bias_speed is not None:
         x = _with_state(config, params["layers"], x, state)
     else:
         x, _ = _run_layers(config, params["layers"], x)
-    return _scores(config, params, x)
+    return scores(config, params, x)
 
 
 def main_model(
@@ -476,6 +478,24 @@ def main_model(
     head = {**params["head"], "norm": further["final_norm"]}
     params = {**params, "layers": layers, "head": head}
     return config, params, None if state is None else state[:-1]
+
+
+def for_inference(config: ConfigT) -> ConfigT:
+    """Makes the shape of a model whose experts drop no tokens, and whose layers have no losses."""
+    # With a capacity, a token's experts may depend on the tokens behind it.
+    return dataclasses.replace(
+        config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
+    )
+
+
+def scores(config: GPTConfig, params: PyTree, x: jax.Array) -> jax.Array:
+    """Logits of the last layer's output: float32 [rows, S, vocab_size] of x [rows, S, width]."""
+    x = _scaled(_final_norm(config, params, x), config.logit_scale)
+    table = _head_table(config, params).astype(x.dtype)
+    scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
+    if config.head_bias:
+        scores = scores + params["head"]["bias"]
+    return soft_capped(scores, config.logit_soft_cap)
 
 
 def empty_caches(config: GPTConfig, num_rows: int, length: int) -> PyTree:
@@ -514,12 +534,12 @@ def next_logits(
       float32 [rows, vocab_size]: scores of the token after the last one; and the caches with these
       tokens.
     """
-    config = _for_inference(config)
+    config = for_inference(config)
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
     microbatch = {"tokens": tokens, "targets": tokens, "positions": positions}
     x = _embed(config, params, microbatch, None, WHOLE, {})
     x, caches = _run_layers(config, params["layers"], x, caches, start)
-    return _scores(config, params, x[:, -1:])[:, 0], caches
+    return scores(config, params, x[:, -1:])[:, 0], caches
 
 
 def linear_map_names(config: GPTConfig) -> list[str]:
@@ -728,13 +748,6 @@ def _with_state(
     return x
 
 
-def _for_inference(config: GPTConfig) -> GPTConfig:
-    # With a capacity, a token's experts may depend on the tokens behind it.
-    return dataclasses.replace(
-        config.without_layer_losses(), capacity_factor=None, device_capacity_factor=None
-    )
-
-
 def _run_layers(
     config: GPTConfig, layers: PyTree, x: jax.Array, caches: PyTree = None,
     start: jax.Array | int = 0,
@@ -753,15 +766,6 @@ def _run_layers(
         x, cache = run(own, x, tuple(layer))
         after.append(cache)
     return x, after
-
-
-def _scores(config: GPTConfig, params: PyTree, x: jax.Array) -> jax.Array:
-    x = _scaled(_final_norm(config, params, x), config.logit_scale)
-    table = _head_table(config, params).astype(x.dtype)
-    scores = jnp.einsum("bse,ve->bsv", x, table, preferred_element_type=jnp.float32)
-    if config.head_bias:
-        scores = scores + params["head"]["bias"]
-    return soft_capped(scores, config.logit_soft_cap)
 
 
 def _embed(

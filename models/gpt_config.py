@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 
@@ -594,7 +594,7 @@ class GPTConfig(validation.Validated):
     def has_layer_losses(self) -> bool:
         return self.balance_loss > 0 or self.z_loss > 0
 
-    def without_layer_losses(self) -> GPTConfig:
+    def without_layer_losses(self) -> Self:
         """Makes the model as it is evaluated: its loss is only that of the tokens."""
         mtp_loss = None if self.mtp_loss is None else 0.0
         return dataclasses.replace(self, balance_loss=0.0, z_loss=0.0, mtp_loss=mtp_loss)

@@ -45,6 +45,7 @@ from models.hugging_face_files import (
     together,
 )
 from models.types import KeyPath, PyTree
+from models.vision_language import VisionLanguageConfig
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LORA = "base_model.model.{}.lora_{}.weight"
@@ -459,7 +460,7 @@ def _adapted_modules(family: Family, config: GPTConfig) -> dict[str, tuple[int, 
 def _model_type(config: Config) -> str:
     """Finds the family of a config; raises ValueError if it is of none."""
     of_kind = {name: family for name, family in FAMILIES.items() if isinstance(config, family.kind)}
-    if not of_kind:
+    if not of_kind or isinstance(config, VisionLanguageConfig):
         raise ValueError(f"config is a {type(config).__name__}, of which the library has no model.")
     misfits = {name: family.misfits(config) for name, family in of_kind.items()}
     own = getattr(config, "model_type", None)

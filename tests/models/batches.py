@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from models.gpt import GPTConfig
 from models.resnet import ResNetConfig
 from models.transformer import TransformerConfig
+from models.vision_language import VisionLanguageConfig
 
 
 def batch_of(config, rows):
@@ -19,6 +20,14 @@ def batch_of(config, rows):
         images = jax.random.normal(next(keys), (rows, 8, 8, 1))
         return {"images": images, "labels": ids(rows) % config.num_classes}
     length = config.sequence_length
+    if isinstance(config, VisionLanguageConfig):  # 0, 1, ... images per row
+        pixels = config.max_images, config.image_size, config.image_size, config.channels
+        return {
+            "images": jax.random.normal(next(keys), (rows, *pixels)),
+            "num_images": jnp.arange(rows) % (config.max_images + 1),
+            "tokens": ids(rows, length),
+            "targets": ids(rows, length, least=-3),
+        }
     if isinstance(config, GPTConfig):  # three documents per row
         documents = jnp.tile(3 * jnp.arange(length) // length, (rows, 1))
         return {"tokens": ids(rows, length + 1), "documents": documents}
