@@ -278,7 +278,7 @@ def test_what_is_wrong_with_it_is_said_with_all_else(tmp_path):
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("gtp", "'gpt', 'resnet' or 'transformer', or module:Class of your own"),
+        ("gtp", "'resnet', 'transformer' or 'vision_language', or module:Class of your own"),
         ("toy_famly:Toy", "No module named 'toy_famly'"),
         ("toy_family:Numbers", "toy_family defines no Numbers that is one"),
     ],

@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from train import checks, tasks
-from train.data import images, stream
+from train.data import captions, images, stream
 from train.prepare.images import (
     ImageOptions,
     LabelledImages,
@@ -183,3 +183,31 @@ def test_images_become_the_batches_the_step_wants(tmp_path):
     (failure,) = checks.check(settings, writes=False)
     assert "holds images of [8, 8, 1] in 10 classes, not [16, 16, 1] in 10" in failure.message
     assert "model.image_size=8" in failure.message
+
+
+def test_rows_of_images_read_out_their_classes(options):
+    """Images end their part of a row, the row's own one last, and their text is filled up."""
+    meta = prepare(options)
+    train, _ = captions.load(options.out, max_images=3, length=13)
+    keys, numbers = np.stack([np.arange(40)] * 3, axis=1), np.arange(40) % meta.train
+    batch = train.read(numbers, keys)
+    jax.tree.map(np.testing.assert_array_equal, batch, train.read(numbers, keys))
+    assert {*batch["num_images"].tolist()} == {1, 2, 3}
+    values = batch["images"][:, :, 0, 0, 0] * np.float32(meta.deviation) + np.float32(meta.mean)
+    names = np.where(np.rint(values * 255 / 20) % 2, "cat", "dog")
+    for row, count in enumerate(batch["num_images"]):
+        assert not batch["images"][row, : 3 - count].any()
+        own = train.images.read(numbers[row : row + 1], keys)["images"][0]
+        np.testing.assert_array_equal(batch["images"][row, -1], own)
+        text = [*" ".join(names[row, 3 - count :]).encode()]
+        assert batch["tokens"][row].tolist() == [captions.END, *text] + [0] * (12 - len(text))
+        assert batch["targets"][row].tolist() == [*text, captions.END] + [-1] * (12 - len(text))
+
+
+def test_a_model_that_does_not_fit_rows_of_images_is_told_what_does(options):
+    prepare(options)
+    model = {"sequence_length": 11, "image_size": 5, "num_layers": 1}
+    settings = tiny_tasks.config("vision_language", data={"path": str(options.out)}, model=model)
+    (failure,) = checks.check(settings, writes=False)
+    assert "[5, 7, 1] and texts of up to 16 of 257 tokens, not [5, 5, 1]" in failure.message
+    assert "model.sequence_length=16" in failure.message

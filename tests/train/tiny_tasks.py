@@ -14,6 +14,10 @@ TINY = {
         "width": 8, "num_heads": 2, "dropout": 0.0,
     },
     "resnet": {"depth": 8, "width": 4, "norm": "batch"},
+    "vision_language": {
+        "num_layers": 2, "num_encoder_layers": 1, "width": 8, "num_heads": 2, "encoder_width": 8,
+        "encoder_heads": 2, "patch_size": 1,
+    },
     "toy_family:Toy": {"num_layers": 4, "width": 3},
     "toy_family:Running": {"num_layers": 3, "width": 4},
     "toy_family:Uneven": {"num_layers": 4, "width": 3},
