@@ -75,9 +75,8 @@ def test_a_layer_that_reads_its_stage_is_found():
             scale = 1
         return linear(w | {"bias": scale * w["bias"]}, x, batch, rng)
 
-    text = found(make_model(layer), meshes=BOTH)
-    first, worst, *rest = text.split("\n")
-    assert first.startswith("2 of 2 configurations differ from the reference by more than 1e-05 of")
+    first, worst, *rest = found(make_model(layer), meshes=BOTH[:1]).split("\n")
+    assert first.startswith("1 of 1 configurations differ from the reference by more than 1e-05 of")
     assert re.match(r"Worst: gradients\['layers'\]\['(kernel|bias)'\] is .*, expected .*", worst)
     assert "with schedule '1f1b' on {'data': " in worst
     assert any(line.startswith("  schedule '1f1b' on {'data': ") for line in rest)

@@ -318,8 +318,9 @@ def test_what_is_no_loss_is_refused(function, loss, texts):
     }
     pipe = pipeline("1f1b", toys.STAGES)
     pipe.model = dataclasses.replace(MODEL, **{function: functions[function]})
-    found = of_steps(pipe)
-    assert refusal(jax.eval_shape, pipe.loss, pipe.placed_params, BATCH) == found
+    found = refusal(jax.eval_shape, pipe.loss, pipe.placed_params, BATCH)
+    if loss in (LOSSES[0][0], OF_LAYERS[0][0]):  # one of each
+        assert found == of_steps(pipe)
     for text in texts:
         assert text in found
 

@@ -255,7 +255,9 @@ def test_running_statistics_come_back_into_the_modules():
     given |= {"states": states, "rng": jax.random.key(3)}  # with dropout
     testing.assert_matches_unpipelined(model, params, batch(), **given)
     # One microbatch renews the statistics as the module in training does.
-    _, new = jaxpipe.unpipelined.loss(model, params, batch(), states=states)
+    _, new = jax.jit(functools.partial(jaxpipe.unpipelined.loss, model))(
+        params, batch(), states=states
+    )
     trained = nnx.clone(net)
     jaxpipe.nnx.update(trained, params, layers=trained.blocks, states=new)
     nnx.view(net, deterministic=True, use_running_average=False)(batch()["tokens"])
@@ -263,8 +265,8 @@ def test_running_statistics_come_back_into_the_modules():
     chex.assert_trees_all_close(got, expected, rtol=1e-5)
     # A model that evaluates reads them.
     evaluating = convert(trained, train=False)
-    value, unchanged = jaxpipe.unpipelined.loss(
-        evaluating.model, evaluating.params, batch(), states=evaluating.states
+    value, unchanged = jax.jit(functools.partial(jaxpipe.unpipelined.loss, evaluating.model))(
+        evaluating.params, batch(), states=evaluating.states
     )
     chex.assert_trees_all_equal(unchanged, evaluating.states)
     logits = nnx.view(trained, deterministic=True, use_running_average=True)(batch()["tokens"])
