@@ -20,7 +20,7 @@ logits = jax.jit(gpt.logits, static_argnums=0)
 
 def far_from_uniform(config):
     """Parameters with which the likeliest token is no tie."""
-    params = gpt.init(config, jax.random.key(0))
+    params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
     return jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 1 else leaf, params)
 
 

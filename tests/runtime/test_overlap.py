@@ -30,7 +30,8 @@ ON_DATA = {"stage": 2, "data": 2}
 
 # fmt: off
 CASES = [  # with a tensor axis where the toy is split
-    ("untied", SPLIT, ON_DATA, {"zero": 3, "weights": "unrolled", "residuals": "host"}),
+    ("untied", SPLIT, ON_DATA,
+     {"zero": 3, "weights": "unrolled", "residuals": "host", "num_layers": 3}),
     ("split", V, {"stage": 2}, {"weights": "unrolled"}),
     ("untied", FUSED, ON_DATA, {"zero": 3, "weights": "unrolled"}),
     ("mixture", SPLIT, {"stage": 2}, {"residuals": "host"}),
