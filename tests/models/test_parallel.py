@@ -149,21 +149,39 @@ def drawn_states(module, config):
     )
 
 
+class Whole(NamedTuple):
+    """A model on one device: its functions, parameters and loss."""
+
+    model: jaxpipe.Model
+    params: Any
+    loss: Any
+
+
+@functools.cache
+def whole_model(config: Any) -> Whole:
+    """Both what draws the parameters and what differentiates the loss compile once for all
+    schedules: of layers that differ, each takes longer than a pipeline."""
+    module = MODULES[type(config)]
+    params = jax.jit(functools.partial(module.init, config))(jax.random.key(0))
+    model = module.model(config)
+    return Whole(model, params, functools.partial(jaxpipe.unpipelined.loss, model))
+
+
 def check(case: Case) -> None:
     config, module = case.config, MODULES[type(case.config)]
     shared = [name for name in ("tensor", "context", "expert") if name in case.mesh]
     axes = {f"{name}_axis": name for name in shared}
-    whole = module.model(config)
+    whole = whole_model(config)
     assert_matches_unpipelined(
-        whole if module is resnet else module.model(config, vocabulary_axis="stage", **axes),
-        jax.jit(functools.partial(module.init, config))(jax.random.key(0)),
+        whole.model if module is resnet else module.model(config, vocabulary_axis="stage", **axes),
+        whole.params,
         batch_of(config, 8 * case.mesh.get("data", 1)),
         schedules=[case.schedule],
         meshes=[jaxpipe.make_mesh(**case.mesh)],
         microbatches=4,
         rng=jax.random.key(2),
-        states=drawn_states(module, config) if whole.stateful else None,
-        reference=functools.partial(jaxpipe.unpipelined.loss, whole),
+        states=drawn_states(module, config) if whole.model.stateful else None,
+        reference=whole.loss,
         # The bias of keys has no gradient but rounding, of gradients of up to 0.3.
         floor={gpt: 0.0, resnet: 1e-3}.get(module, 3e-3),
         zero=case.zero,
@@ -188,13 +206,13 @@ def test_results_equal_those_of_the_whole_model(name):
 def test_results_equal_those_of_the_whole_model_everywhere(name):
     """All schedules, in turn on the meshes that fit the model."""
     config = CONFIGS[name]
-    stateful = MODULES[type(config)].model(config).stateful
+    stateful = whole_model(config).model.stateful
     meshes = PLAIN + (TENSOR if "resnet" not in name and not stateful else [])
     if isinstance(config, GPTConfig):
         meshes = meshes + ([] if stateful else CONTEXT) + (EXPERT if config.num_experts else [])
         if config.num_experts and config.capacity_factor is None and not stateful:
             meshes = meshes + DROPLESS
-    one_tree = MODULES[type(config)].model(config).layers_are_alike
+    one_tree = whole_model(config).model.layers_are_alike
     for n, entry in enumerate(catalog.entries()):
         weights = "unrolled" if one_tree and n % 3 == 0 else "stacked"
         remat = ("none", "dots", "full")[n // 2 % 3]
