@@ -10,7 +10,7 @@ hides which communication. Nothing hides residuals that lie on the host, there o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -178,17 +178,21 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
     return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
 
 
-def least_bytes(placed: PlacedPlan, program: Program | None = None) -> float:
-    """Bounds the bytes from below: without a schedule, or with one without a tick table."""
+def least_bytes(
+    placed: PlacedPlan, program: Program | None = None, *, among: Collection[str] = ()
+) -> float:
+    """Bounds the bytes from below: with a schedule without a tick table, or with none.
+
+    ``among`` are schedules in place of the plan's, of which the leanest counts.
+    """
     plan = placed.plan
     moved = min(plan.weight_slots, plan.chunks)
     least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0}
     if program is not None:
         return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
-    share = plans.SCHEDULES[plan.schedule].in_flight
-    in_flight = plan.passes if share is None else min(plan.passes, plan.stage * share)
-    kept = dict.fromkeys(RESIDUALS_KEPT, plan.chunks * in_flight)
-    crossing = float(not plan.schedule.endswith("-fused"))
+    names = among or (plan.schedule,)
+    kept = dict.fromkeys(RESIDUALS_KEPT, min(plan.in_flight(name) for name in names))
+    crossing = min(plan.crossing(name) for name in names)
     slots = {**kept, "crossing": crossing, "x": 1, "dy": 1, "sent": 0}
     slots |= dict.fromkeys(CARRIED, plan.chunks)
     return sum(_bytes(placed, {**slots, **least}).values())
@@ -316,7 +320,7 @@ def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:
     transfers under layers."""
     if program is not None:
         return sum(_seconds_of_order(placed, program).values())
-    return least_of_family(placed) + _outer_transfer(placed) + _update(placed)
+    return least_of_family(placed) + _least_transfer(placed) + _update(placed)
 
 
 def coarse_seconds(placed: PlacedPlan) -> float:
@@ -339,7 +343,7 @@ def coarse_seconds(placed: PlacedPlan) -> float:
     chunk, hidden = layer.times(share), share * hidden_in_pairs(placed)
     makespan = fold * grown(program, lambda short: replayed(short, chunk, hidden=hidden))
     head = plan.passes * _head(placed)
-    return makespan + head + _outer_transfer(placed) + _update(placed)
+    return makespan + head + _least_transfer(placed) + _update(placed)
 
 
 def least_of_family(placed: PlacedPlan) -> float:
@@ -353,9 +357,8 @@ def least_of_family(placed: PlacedPlan) -> float:
     if plan.schedule.endswith("-fused"):
         fill = hops * (there + back + chunk * layer.w)
     else:
-        share = plans.SCHEDULES[plan.schedule].in_flight
-        owed = plan.passes if share is None else plan.stage * share + _MORE_IN_FLIGHT
-        fill = hops * there + max(0.0, hops * back - owed * plan.chunks * chunk * layer.w)
+        owed = plan.in_flight(plan.schedule) + _MORE_IN_FLIGHT * plan.chunks
+        fill = hops * there + max(0.0, hops * back - owed * chunk * layer.w)
     head = plan.passes * _passes(placed).head / plan.stage
     hidden = hidden_in_pairs(placed) * plan.passes * placed.model.num_layers / plan.stage
     return _layer_seconds(placed, layer) - hidden + fill + head
@@ -633,6 +636,16 @@ def _outer_transfer(placed: PlacedPlan) -> float:
     over_stages = (size + trained) * (placed.outer_parameters - kept) / placed.stage_link
     over_data = (gathered + reduced) / placed.data_link
     return over_data + over_stages + _among_copies(placed, kept, part)
+
+
+def _least_transfer(placed: PlacedPlan) -> float:
+    """Bounds what nothing hides: beside embedding and head chunks that share one slot, which are
+    gathered for F and for B, and reduced."""
+    plan, moved, seconds = placed.plan, transfer(placed), _outer_transfer(placed)
+    if plan.weight_slots == 1 < plan.chunks and plan.zero.shards_gradients:
+        layers = placed.model.num_layers / plan.stage * (1 - 1 / plan.chunks)
+        seconds += layers * (2 * moved.gather + moved.reduce)
+    return seconds
 
 
 def _update(placed: PlacedPlan) -> float:

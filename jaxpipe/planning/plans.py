@@ -36,28 +36,34 @@ MOST_STAGES = 64
 
 
 class Searched(NamedTuple):
-    """A schedule that is searched: its chunks per stage, and how many microbatches of a full stage
-    are in flight at least, as a share of the stages; None for all microbatches. One that overlaps
-    F with backwards is searched where layers communicate."""
+    """A schedule that is searched.
+
+    Args:
+      chunks: per stage.
+      in_flight: chunk activations that p stages of v chunks keep at least; None for all.
+      crossing: those of them that wait for W, when B is done, at least.
+      overlaps: whether F runs beside backwards; then it is searched where layers communicate.
+    """
 
     chunks: tuple[int, ...]
-    in_flight: float | None
+    in_flight: Callable[[int, int], float] | None
+    crossing: Callable[[int], int] = lambda p: 1
     overlaps: bool = False
 
 
 SCHEDULES: Mapping[str, Searched] = {
-    "1f1b-fused": Searched((1,), 1),
-    "1f1b": Searched((1,), 1),
-    "eager-1f1b-fused": Searched((1,), 1.5),
-    "zb-h1": Searched((1,), 1),
-    "zb-h2": Searched((1,), 1.5),
-    "zb-v": Searched((2,), 1),
-    "v-half": Searched((2,), 1 / 2),
-    "v-min": Searched((2,), 1 / 3),
-    "dualpipe-v": Searched((2,), 1),
-    "dualpipe-v-published": Searched((2,), 1, overlaps=True),
-    "interleaved-fused": Searched((2, 4, 8), 1),
-    "interleaved": Searched((2, 4), 1),
+    "1f1b-fused": Searched((1,), lambda p, v: p),
+    "1f1b": Searched((1,), lambda p, v: p),
+    "eager-1f1b-fused": Searched((1,), lambda p, v: 2 * p - 1),
+    "zb-h1": Searched((1,), lambda p, v: p, lambda p: p),
+    "zb-h2": Searched((1,), lambda p, v: 2 * p - 1, lambda p: 2 * p - 1),
+    "zb-v": Searched((2,), lambda p, v: 2 * p, lambda p: 2 * p),
+    "v-half": Searched((2,), lambda p, v: p + 1, lambda p: 2),
+    "v-min": Searched((2,), lambda p, v: 2 * p / 3 + 1, lambda p: 2),
+    "dualpipe-v": Searched((2,), lambda p, v: 2 * p + 1, lambda p: p),
+    "dualpipe-v-published": Searched((2,), lambda p, v: 2 * p + 1, lambda p: p, overlaps=True),
+    "interleaved-fused": Searched((2, 4, 8), lambda p, v: (v + 1) * p - 1),
+    "interleaved": Searched((2, 4), lambda p, v: (v + 1) * p - 1),
     "breadth-first-fused": Searched((2, 4, 8, 16, 32, 64), None),
     "breadth-first": Searched((2, 4), None),
 }
@@ -127,6 +133,20 @@ class Plan(NamedTuple):
         """Whether the schedule runs F beside the backward of another microbatch."""
         searched = SCHEDULES.get(self.schedule)
         return searched is not None and searched.overlaps
+
+    def in_flight(self, schedule: str) -> float:
+        """Bounds the chunk activations, or slices of them, that a schedule keeps, from below."""
+        least, passes = SCHEDULES[schedule].in_flight, self.passes
+        if least is None:
+            return passes * self.chunks
+        of_full = least(self.stage, self.chunks)
+        return min(passes * self.chunks, passes + (self.chunks - 1) * self.stage, of_full)
+
+    def crossing(self, schedule: str) -> int:
+        """Bounds likewise those of them that wait for W."""
+        if schedule.endswith("-fused"):
+            return 0
+        return SCHEDULES[schedule].crossing(self.stage) if self.passes >= 2 * self.stage else 1
 
     @property
     def sharing(self) -> int:
@@ -450,15 +470,17 @@ def relative(costs: Costs) -> Costs:
 
 
 Family: TypeAlias = Sequence[PlacedPlan]
-"""Plans that differ in what lies on the host, the ZeRO level, weight slots and who computes the
-ends alone: with less on the host before more, then more slots before fewer."""
+"""Plans that differ in the schedule, what lies on the host, the ZeRO level, weight slots and who
+computes the ends alone: of each schedule with less on the host before more, then more slots before
+fewer. Either all overlap F with backwards, or none."""
 
 
 def leanest(family: Family) -> Family:
-    """Selects the plans among which the one that takes the least memory is, for who computes the
-    ends: of the two highest ZeRO levels, if there is a state of the optimizer to shard."""
+    """Selects the plans among which the one that takes the least memory is, whatever the schedule,
+    for who computes the ends: of the two highest ZeRO levels, if there is a state to shard."""
     highest = max(one.plan.zero for one in family) if family[0].model.moments else 1
-    levels = (one for one in family if one.plan.zero >= highest - 1)
+    levels = [one for one in family if one.plan.zero >= highest - 1]
+    levels.sort(key=lambda one: (one.plan.on_host, -one.plan.weight_slots))
     return list({(one.plan.zero, one.plan.ends): one for one in levels}.values())
 
 
@@ -544,6 +566,7 @@ def _families(
     replicated = data > near > 1 and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
     ends = who_computes_ends(model, Variant(context, tensor, remat, expert, slices), stage)
+    allowed: dict[tuple[int, bool], list[str]] = {}
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
             continue
@@ -557,22 +580,20 @@ def _families(
             if stage * chunks > model.num_layers:
                 excluded["layers"] += 1
                 continue
-            for replica in replicas:
-                levels = [Zero.NOTHING] if data == 1 else list(Zero)
-                zeros = levels if replica == 1 else levels[1:]
-                plan = functools.partial(
-                    Plan,
-                    stage=stage, data=data, context=context, tensor=tensor, replica=replica,
-                    schedule=name, chunks=chunks, microbatches=microbatches, rows=rows,
-                    remat=remat, weights=weights, expert=expert, slices=slices,
-                )  # fmt: skip
-                yield [
-                    PlacedPlan(
-                        plan(zero=zero, weight_slots=slots, on_host=host, ends=at_ends),
-                        model,
-                        cluster,
-                    )
-                    for host, zero in itertools.product(on_host, zeros)
-                    for slots in ((2, 1) if zero.shards_gradients and chunks > 1 else (1,))
-                    for at_ends in ends
-                ]
+            allowed.setdefault((chunks, searched.overlaps), []).append(name)
+    for ((chunks, _), names), replica in itertools.product(allowed.items(), replicas):
+        levels = [Zero.NOTHING] if data == 1 else list(Zero)
+        zeros = levels if replica == 1 else levels[1:]
+        yield [
+            PlacedPlan(
+                Plan(
+                    *(stage, data, context, tensor, replica, name, chunks, microbatches, rows),
+                    *(remat, zero, slots, weights, host, expert, at_ends, slices),
+                ),
+                model,
+                cluster,
+            )
+            for name, host, zero in itertools.product(names, on_host, zeros)
+            for slots in ((2, 1) if zero.shards_gradients and chunks > 1 else (1,))
+            for at_ends in ends
+        ]

@@ -101,12 +101,32 @@ def test_what_a_family_needs_at_least_is_never_more_than_its_plans_do(model):
     every = list(plans.families(model, cluster, (64,), Counter(), on_host=on_host))
     assert {family[0].plan.replica for family in every} == {1, 2, 4}
     assert all(one.plan.zero == one.plan.level(one.plan.zero) for family in every for one in family)
+    mixed = {schedule for family in every for schedule in {one.plan.schedule for one in family}}
+    assert mixed > {"v-min", "zb-v", "interleaved-fused"}
     for family in every[::5]:
-        seconds = cost.least_of_family(family[0])
-        memory = min(map(cost.least_bytes, plans.leanest(family)))
-        for placed in family:
-            assert seconds <= cost.least_seconds(placed) * (1 + 1e-9)
-            assert memory <= cost.least_bytes(placed) * (1 + 1e-9)
+        # Halves have the later schedules of a family, or a schedule's leaner options.
+        for part in (family, family[: len(family) // 2], family[len(family) // 3 :]):
+            least = search._least(part, search.ONE_STEP)
+            for placed in part:
+                assert least.time <= cost.least_seconds(placed) * (1 + 1e-9)
+                assert least.memory <= cost.least_bytes(placed) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("stages", [3, 8])
+@pytest.mark.parametrize("name", plans.SCHEDULES)
+def test_schedules_keep_at_least_what_searches_say_before_they_are_made(name, stages):
+    for chunks in plans.SCHEDULES[name].chunks[:2]:
+        for microbatches in (1, stages - 1, stages + 1, 2 * stages, 5 * stages):
+            program = plans.Program(name, stages, chunks, microbatches, stages * chunks, None)
+            plan = Plan(
+                *(stages, 1, 1, 1, 1, name, chunks, microbatches, 1, "none", Zero(0), 1, "stacked")
+            )
+            slots = plans.lowering_of(program).num_slots
+            assert 0 < plan.in_flight(name) <= slots["until_w"]
+            assert plan.in_flight(name) <= slots["until_b"]
+            assert plan.crossing(name) <= slots["crossing"]
+            if microbatches == 5 * stages and name.startswith(("1f1b", "zb", "inter")):
+                assert plan.in_flight(name) == slots["until_w"]
 
 
 def test_with_fewer_stages_a_step_is_a_little_shorter():
@@ -116,7 +136,7 @@ def test_with_fewer_stages_a_step_is_a_little_shorter():
     alike = {
         (one.plan.schedule, one.plan.chunks, one.plan.ends): one
         for family in families
-        for one in (family[0], family[-1])
+        for one in family
         if one.plan.stage == 16 and one.plan.rows == 1
     }
     assert {schedule for schedule, *_ in alike} > {"v-half", "1f1b", "interleaved-fused"}
