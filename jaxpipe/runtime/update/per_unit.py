@@ -244,22 +244,23 @@ class PerUnit:
         alone = len(groups) == 1 or self._params.layers.own_arrays
 
         def run(group: _Group, index: Sequence[Index], results: list[Arrays]) -> list[Arrays]:
-            def renew(stored: list[list[Stored]]) -> list[list[Stored]]:
-                firsts, stored = tie([read(place, group.example) for place in at], stored)
-                own = [[first, *others] for first, others in zip(firsts, stored, strict=True)]
+            def renew(stored: list[Stored]) -> list[Stored]:
+                first, stored = tie(_stacked([read(one, group.example) for one in at]), stored)
                 if len(at) == 1:
-                    return [self._renew(group, own[0], group.env(index[0], env))]
-                return self._renew_at_homes(group, index, own, env)
+                    return self._renew(group, [first, *stored], group.env(index[0], env))
+                return self._renew_at_homes(group, index, [first, *stored], env)
 
             def write(n: int, results: list[Arrays]) -> list[Arrays]:
-                given = zip(layouts, results, places[n], stored[n], strict=True)
+                own = stored if len(at) == 1 else jax.tree.map(lambda w: w[n], stored)
+                given = zip(layouts, results, places[n], own, strict=True)
                 return [layout.write(arrays, *one) for layout, arrays, *one in given]
 
             places = [[layout.layer_at(one, group.example) for layout in layouts] for one in at]
-            stored = [
+            of_layers = [
                 [layout.read(w, one) for layout, w, one in zip(layouts, results, own, strict=True)]
                 for own in places
             ]
+            stored = _stacked(of_layers)
             # Written outside the loop: XLA would compute the result again from what it overwrites.
             stored = run_if(_any(index) & always(at[0][0]), renew, stored)
             for n, number in enumerate(index):
@@ -278,17 +279,15 @@ class PerUnit:
         return renewed
 
     def _renew_at_homes(
-        self, group: _Group, index: Sequence[Index], stored: list[list[Stored]], env: Env
-    ) -> list[list[Stored]]:
+        self, group: _Group, index: Sequence[Index], stored: Sequence[Stored], env: Env
+    ) -> list[Stored]:
         """Does as `_renew` for several layers at once, those that are in the group."""
 
         def renew(index: Index, stored: list[Stored]) -> list[Stored]:
             new = self._renew(group, stored, group.env(index, env), self._homes)
             return jax.tree.map(partial(jnp.where, index >= 0), new, stored[1:])
 
-        stacked = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *stored)
-        new = jax.vmap(renew, axis_name=LAYERS)(jnp.stack(index), stacked)
-        return [jax.tree.map(lambda w, n=n: w[n], new) for n in range(len(index))]
+        return jax.vmap(renew, axis_name=LAYERS)(jnp.stack(index), stored)
 
     def _each_layer(self, body: Callable[..., Tree], carry: Tree) -> Tree:
         """Runs ``body(at, carry)`` for every row of this stage."""
@@ -382,6 +381,13 @@ class PerUnit:
             return [of_group.at[index].set(value.reshape(())) for of_group, value in values]
 
         return run_if(index >= 0, run, scalars)
+
+
+def _stacked(of_layers: Sequence[Stored]) -> Stored:
+    """What is stored of several layers, or of one as it is."""
+    if len(of_layers) == 1:
+        return of_layers[0]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *of_layers)
 
 
 def _any(index: Sequence[Index]) -> Flag:
