@@ -283,7 +283,7 @@ class PerUnit:
     ) -> list[Stored]:
         """Does as `_renew` for several layers at once, those that are in the group."""
 
-        def renew(index: Index, stored: list[Stored]) -> list[Stored]:
+        def renew(index: Index, stored: Sequence[Stored]) -> list[Stored]:
             new = self._renew(group, stored, group.env(index, env), self._homes)
             return jax.tree.map(partial(jnp.where, index >= 0), new, stored[1:])
 
