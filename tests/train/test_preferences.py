@@ -1,6 +1,7 @@
 """Preferences: pairs of answers as they are prepared, and DPO's loss against its definition."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -58,7 +59,7 @@ def _config(folder, **sections):
 
 @pytest.mark.pipeline
 def test_the_loss_compares_with_the_model_without_adapters(pairs):
-    given = _config(pairs, pipeline={"schedule": "zb-h1"}, train={"dpo_beta": 0.5})
+    given = _config(pairs, pipeline={"schedule": "1f1b-fused"}, train={"dpo_beta": 0.5})
     assert checks.check(given) == []
     setup = Setup(given)
     train, heldout = setup.task.load()
@@ -86,6 +87,7 @@ def test_the_loss_compares_with_the_model_without_adapters(pairs):
     shape, plain = setup.task.shape, gpt.GPTConfig(**MODEL)
     off = merged(dataclasses.replace(shape, adapters=Adapters(2, 0.0)), params["layers"])
 
+    @functools.partial(jax.jit, static_argnums=0)
     def margins(config, params):
         tokens, targets = (batch[name].reshape(16, -1) for name in ("tokens", "targets"))
         logs = jax.nn.log_softmax(gpt.logits(config, params, tokens))

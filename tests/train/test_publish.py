@@ -33,7 +33,8 @@ KINDS = {
 def test_published_weights_are_those_of_their_step(kind, lora, tmp_path, monkeypatch):
     """While the next step donates the state; older ones are removed, and a link is the newest."""
     settings = {"path": str(tmp_path / "served"), "every": 2, "keep": 2}
-    setup = Setup(config("gpt", model=KINDS[kind], lora=lora, publish=settings))
+    pipeline = {"schedule": "1f1b-fused"}
+    setup = Setup(config("gpt", model=KINDS[kind], lora=lora, publish=settings, pipeline=pipeline))
     monkeypatch.setattr(setup.task, "exported_tokenizer", lambda folder: None)
     publisher, state, batch = publish.Publisher(setup), setup.init(), rows(setup)
     for step in (2, 4, 6):
