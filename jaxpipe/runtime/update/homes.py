@@ -1,9 +1,9 @@
 """Whole arrays of several layers, each layer's on a device of its own.
 
 The devices that share a stage are *homes*. Of a few layers at a time, home k fetches an array of
-the k-th from all of them, works with it, and gives each device its part of the result. What needs
-whole arrays so runs once per layer, and no device holds those of several. If there are several
-times as many devices as layers, they are *groups* of homes, which take turns at a layer's arrays.
+the k-th from all of them, works with it, and gives each device its part of the result. So what
+needs whole arrays runs once per layer, and no device holds those of several layers. If there are at
+least twice as many devices as layers, *groups* of homes share a layer's arrays among themselves.
 
 Everything here runs in a `jax.vmap` over these layers whose axis is called `LAYERS`: what a device
 has of every layer is batched, and what it has of its own layer alone is not.
