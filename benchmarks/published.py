@@ -346,8 +346,8 @@ uses. Rates of matmuls, memory and links are those of single kernels
 - straggling: the share by which a step grows with each doubling of the GPUs beyond 8.
 
 The system's order runs on the free-running clock, its communication overlaps as noted below, and it
-copies nothing into slots. A checksum of the model's name decided which runs were used for the fit,
-before any prediction was made.
+copies nothing into slots. Whether the runs of a model were used for the fit was decided by a
+checksum of its name, before any prediction was made.
 
 """
 _OWN = """\
