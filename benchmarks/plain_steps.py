@@ -113,10 +113,10 @@ def _step(
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         microbatch = {"tokens": tokens}
-        x = model.embed(params, microbatch, None)
+        x = model.spread(model.embed(params, microbatch, None))
         for weights in params["layers"]:
             x = layer(weights, x)
-        return model.head_loss(params, x, microbatch, None)
+        return model.head_loss(params, model.merge(x), microbatch, None)
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     layers = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["layers"])

@@ -231,7 +231,7 @@ def _fix(setup: Setup, rules: Rules, own: AsyncState) -> tuple[Fixed, bool]:
             "Model.embed reads parameters of 'head', which are updated before the embedding's "
             "gradient is there. Parameters that both read belong to params['embed']."
         )
-    x = fixed.activation(fixed.empty_message(), fixed.layers.last)
+    x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), fixed.layers.merged)
     context = fixed.head_context(recent, 0)
     return fixed, read(lambda outer: differentiated(fixed.head(outer, x, *context)), "embed")
 

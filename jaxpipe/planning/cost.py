@@ -620,7 +620,7 @@ def _head(placed: PlacedPlan) -> float:
     if plan.stage == 1 or plan.ends:
         return whole / plan.stage
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)
-    over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.message.at(plan.rows)
+    over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.merged.at(plan.rows)
     sums = _X_SUMS * over_stages / placed.stage_link
     return (whole - launches) * _outer_share(placed) + launches + sums
 

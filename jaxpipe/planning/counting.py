@@ -247,6 +247,7 @@ def _counted(
                 ),
                 kind_of=layers.kind_of,
                 message=_number(max(map(tree_bytes, layers.activations))),
+                merged=_number(tree_bytes(layers.merged)),
                 outer_parameters=sum(elements.values()),
                 outer_split=sum(size for path, size in elements.items() if path in split),
                 outer_frozen=sum(leaf.size for leaf in jax.tree.leaves(frozen)),
@@ -266,7 +267,7 @@ def _head(
     frozen: Sequence[Shapes],
     axes: Mapping[str, int],
 ) -> Counted:
-    x = fixed.layers.activations[fixed.layers.last]
+    x = fixed.layers.merged
 
     def head(outer: Shapes, x: Activation, frozen: Sequence[Shapes]) -> tuple[jax.Array, Shapes]:
         def loss(outer: Shapes, x: Activation) -> jax.Array:

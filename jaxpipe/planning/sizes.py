@@ -135,6 +135,7 @@ class Sizes(NamedTuple):
     Args:
       layers, kind_of: the kinds of layers, and the number of its kind for every layer.
       message: bytes of an activation between stages.
+      merged: bytes of what embedding and head exchange where all stages compute them together.
       outer_parameters: elements of embedding and head on a device, without stages.
       outer_split: number of these elements that stages split among themselves.
       head: the loss, its gradient, and that of the head, for one microbatch, on one stage.
@@ -145,6 +146,7 @@ class Sizes(NamedTuple):
     layers: tuple[LayerSizes, ...]
     kind_of: tuple[int, ...]
     message: Linear
+    merged: Linear
     outer_parameters: int
     outer_split: int
     head: Pass

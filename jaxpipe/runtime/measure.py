@@ -170,7 +170,6 @@ def end_costs(
         if layout is not None
     ]
     outer, model = functools.reduce(combine, outers), pipe.model
-    x, y = layers.activations[layers.first], layers.activations[layers.last]
 
     def embed(outer: Shapes, dx: Activation, rows: Batch, key: Key) -> Tree:
         value, vjp = jax.vjp(lambda outer: model.embed(outer, rows, key), outer)
@@ -183,7 +182,8 @@ def end_costs(
         return jax.value_and_grad(loss, (0, 1))(outer, y)
 
     cost = functools.partial(_cost, pipe, measure=measure)
-    return cost(embed, outer, x, rows, key), cost(head, outer, y, rows, key)
+    given = rows, key
+    return cost(embed, outer, layers.embedded, *given), cost(head, outer, layers.merged, *given)
 
 
 def _parts(

@@ -191,7 +191,7 @@ def _microbatch(
     def numbered(x: Activation, layer: tuple[Index, LayerParams]) -> tuple[Activation, Tree]:
         return run(model.layer_function(0), layer[0], x, layer[1])
 
-    x = model.embed(rounded(outer, outer_of(like)), rows, key(embed_layer(depth)))
+    x = model.spread(model.embed(rounded(outer, outer_of(like)), rows, key(embed_layer(depth))))
     found, renewed = [], []
     if model.layers_are_alike and not states:
         x, of_layers = jax.lax.scan(numbered, x, (jnp.arange(depth), layers))
@@ -206,5 +206,5 @@ def _microbatch(
         of_layers = jax.tree.map(lambda *w: jnp.stack(w), *found) if found else None
         num_losses = len(found)
     of_layers = jax.tree.map(lambda w: w.sum(0), of_layers)
-    result = head(rounded(outer, outer_of(like)), x, rows, key(head_layer(depth)))
+    result = head(rounded(outer, outer_of(like)), model.merge(x), rows, key(head_layer(depth)))
     return result, (of_layers, jnp.asarray(num_losses)), tuple(renewed)

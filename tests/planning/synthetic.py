@@ -23,7 +23,7 @@ def synthetic(*variants: Variant, layers: int = 4, width: int = 4096) -> ModelSi
             *(until, NOTHING, activation, until, ((12 * width, width),)),
         )
         outer = vocabulary, vocabulary
-        return Sizes((layer,), (0,) * layers, activation, *outer, matmuls(), activation)
+        return Sizes((layer,), (0,) * layers, *[activation] * 2, *outer, matmuls(), activation)
 
     found = {variant: sizes(variant.remat) for variant in variants or (NONE, FULL)}
     return ModelSizes("synthetic", 2048, 4, 2, 2, 32, 8192, found)

@@ -165,7 +165,7 @@ def test_plans_whose_room_would_not_do_put_the_state_on_the_host():
     matmul = Pass((Kernel(Linear(0, 1e9), nothing),), nothing, ())
     kept = Linear(0, 1e7), nothing, nothing, nothing
     layer = LayerSizes(matmul, matmul, matmul, 10**6, *kept, ((1000, 1000),))
-    sizes = Sizes((layer,), (0,) * 4, Linear(0, 1.0), 2 * 10**6, 0, matmul, nothing)
+    sizes = Sizes((layer,), (0,) * 4, *[Linear(0, 1.0)] * 2, 2 * 10**6, 0, matmul, nothing)
     model = ModelSizes("equal", 64, 4, 4, 2, 32, 1, {NONE: sizes})
     cluster, goal = devices.cluster("h100", 2), Goal(None, (16,))
     leanest = min(

@@ -53,6 +53,8 @@ class Layers:
       activations: the distinct activations between layers, trees of shapes.
       first: number of the first layer's input among them.
       last: number of the last layer's output.
+      embedded: what `Model.embed` returns, a tree of shapes.
+      merged: what the head takes.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -60,6 +62,8 @@ class Layers:
     activations: tuple[Activation, ...]
     first: int
     last: int
+    embedded: Activation
+    merged: Activation
 
 
 def sort_layers(
@@ -77,8 +81,8 @@ def sort_layers(
     """Follows the activations through all layers and splits each kind once.
 
     Args:
-      params, x, context, states: shapes of the layers' parameters, of the first one's input, of the
-        microbatch's rows and the key, and of the layers' states.
+      params, x, context, states: shapes of the layers' parameters, of the embedding's result, of
+        the microbatch's rows and the key, and of the layers' states.
       cut: `split_layer` with the options of the run.
       frozen: for every layer as of `split_layer`.
       flows: for every leaf of x, whether it depends on what is trained; None if all do. Layers in
@@ -95,7 +99,8 @@ def sort_layers(
         activations.setdefault(form_of(activation), bare_shapes(activation))
         return list(activations).index(form_of(activation))
 
-    first = here = number(x, -1)
+    embedded = x
+    first = here = number(jax.eval_shape(model.spread, embedded), -1)
     for n, layer_params in enumerate(params):
         function = model.layer_function(n)
         state = None if states is None else states[n]
@@ -139,7 +144,9 @@ def sort_layers(
             kinds.append(LayerKind(len(kinds), n, function, *ends, split, flows, carried))
         kind_of.append(seen[key])
         here, flows = kinds[seen[key]].y, kinds[seen[key]].flows
-    return Layers(tuple(kinds), tuple(kind_of), tuple(activations.values()), first, here)
+    shapes = tuple(activations.values())
+    merged = jax.eval_shape(model.merge, shapes[here])
+    return Layers(tuple(kinds), tuple(kind_of), shapes, first, here, embedded, merged)
 
 
 def _output(

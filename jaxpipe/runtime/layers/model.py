@@ -15,6 +15,10 @@ from jaxpipe.runtime.trees import describe
 from jaxpipe.runtime.types import Activation, Batch, Index, Key, OuterParams, Shapes, Tree
 
 
+def _same(x: Activation) -> Activation:
+    return x
+
+
 def _last_activation(outer: OuterParams, x: Activation, microbatch: Batch, rng: Key) -> Activation:
     return x
 
@@ -93,6 +97,11 @@ class Model:
         `Pipeline.outputs`; by default the last layer's x. It must be the same on every stage and
         along every model axis, so it must gather split arrays.
 
+      spread: ``spread(x) -> x``, a linear function of what ``embed`` returns, which the first layer
+        takes. Only the stage of that layer computes it, so that all stages together embed no more
+        than ``embed`` returns: residual streams, for example, begin as copies.
+      merge: likewise a linear function of the last layer's x, for head and output.
+
     Example:
       >>> import jax.numpy as jnp
       >>> Model(
@@ -113,6 +122,8 @@ class Model:
     carry: Any = None  # a function or a tuple of them, as layer
     output: Callable[[OuterParams, Activation, Batch, Key], Tree] = _last_activation
     paired_layer: Any = None  # as layer
+    spread: Callable[[Activation], Activation] = _same
+    merge: Callable[[Activation], Activation] = _same
 
     def __post_init__(self) -> None:
         for name in ("layer", "carry", "paired_layer"):  # a model is compared and hashed

@@ -37,7 +37,8 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
         outer, i = fixed.weights.outer(fixed, carried.weights, "enter", i)
-        x = fixed.setup.model.embed(outer, *fixed.embed_context(batch, i))
+        model = fixed.setup.model
+        x = model.spread(model.embed(outer, *fixed.embed_context(batch, i)))
         message = fixed.message(fixed.empty_message(), fixed.layers.first, x)
         return run_if(is_first, lambda inbox: put_slot(inbox, row.embed_slot, message), inbox)
 
@@ -54,7 +55,8 @@ def evaluate(
 
     def body(collected: Tree) -> Tree:
         mine, collected = tie(y, collected)
-        x = _from_stage(fixed, mine, -1, fixed.layers.last)
+        x = fixed.setup.model.merge(fixed.activation(mine, fixed.layers.last))
+        x = _from_stage(fixed, x, -1)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
         result = fixed.head(outer, x, *fixed.head_context(batch, row.head))
         return fixed.collector.add(collected, result, row.head)
@@ -72,7 +74,8 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
 
     def body(through: Tree) -> Tree:
         mine, (collected, inbox, gradients, of_inputs) = tie_to_smallest(y, through)
-        x = _from_stage(fixed, mine, -1, fixed.layers.last)
+        x, unmerge = jax.vjp(fixed.setup.model.merge, fixed.activation(mine, fixed.layers.last))
+        x = _from_stage(fixed, x, -1)
         outer, x = fixed.weights.outer(fixed, carried.weights, "leave", x)
         # A sum over devices of a constant cotangent would run before the loop, beside those in it.
         scale, x = tie(fixed.loss_scale(batch, row.head), x)
@@ -90,7 +93,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
         douter, dx, new = vjp(jnp.asarray(scale, value.dtype))
         gradients = sink.add_outer(gradients, douter, "leave")
         of_inputs = add_input_gradients(of_inputs, new, row.head)
-        message = fixed.message(fixed.empty_message(), fixed.layers.last, dx)
+        message = fixed.message(fixed.empty_message(), fixed.layers.last, *unmerge(dx))
         collected = fixed.collector.add(collected, result, row.head)
         inbox = run_if(is_last, lambda inbox: put_slot(inbox, row.head_slot, message), inbox)
         return collected, inbox, gradients, of_inputs
@@ -122,7 +125,9 @@ def embed_gradient(
         if fixed.table.cotangents_wait:
             kept = at_slot(inbox, jnp.maximum(slot, 0))
             mine = [jnp.where(slot == NONE, *pair) for pair in zip(mine, kept, strict=True)]
-        cotangent = _from_stage(fixed, mine, 0, fixed.layers.first)
+        unspread = jax.linear_transpose(fixed.setup.model.spread, fixed.layers.embedded)
+        (cotangent,) = unspread(fixed.activation(mine, fixed.layers.first))
+        cotangent = _from_stage(fixed, cotangent, 0)
         outer, cotangent = fixed.weights.outer(fixed, carried.weights, "embed_gradient", cotangent)
         outer, constant = fixed.divided(outer)
         rows, rng = fixed.embed_context(batch, i)
@@ -153,12 +158,12 @@ def _runs(fixed: Fixed, due: Flag, is_mine: Flag) -> Flag:
     return due if fixed.table.together else due & is_mine
 
 
-def _from_stage(fixed: Fixed, message: Message, virtual_stage: int, number: int) -> Activation:
-    """The activation in one stage's message: on every stage, if all compute with it."""
-    if fixed.table.together:
-        has = _is_at(fixed, virtual_stage)
-        message = [lax.psum(jnp.where(has, w, 0), fixed.axes.stage) for w in message]
-    return fixed.activation(message, number)
+def _from_stage(fixed: Fixed, x: Activation, virtual_stage: int) -> Activation:
+    """What one stage has: on every stage, if all compute with it."""
+    if not fixed.table.together:
+        return x
+    has = _is_at(fixed, virtual_stage)
+    return jax.tree.map(lambda w: lax.psum(jnp.where(has, w, 0), fixed.axes.stage), x)
 
 
 # Collectors of what the head returns.

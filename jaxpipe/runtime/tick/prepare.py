@@ -70,8 +70,7 @@ def fix(
     refuse(_inputs_of_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
     leaves = [jax.tree.leaves(x) for x in layers.activations]
-    y = layers.activations[layers.last]
-    collector, weight = _leaving(setup, layers, outer, y, rows_of_one, rng)
+    collector, weight = _leaving(setup, layers, outer, layers.merged, rows_of_one, rng)
     fixed = Fixed(
         setup,
         weights,
@@ -211,7 +210,7 @@ def _inputs_of_layers(layers: Layers, batch: Batch, numbers: tuple[int, ...]) ->
 def _barred_at_ends(fixed: Fixed, outer: OuterParams, rows: Batch, rng: Key) -> Iterator[str]:
     """Names collectives of embedding and head, and of their backwards, for which stages that do not
     run them would wait."""
-    setup, y = fixed.setup, fixed.layers.activations[fixed.layers.last]
+    setup, y = fixed.setup, fixed.layers.merged
     head = "output" if setup.outputs else "head_loss"
     for name, given in (("embed", ()), (head, (y,))):
         function = getattr(setup.model, name)
@@ -262,8 +261,8 @@ def _warn_of_unread(
         own = own if model.layers_are_alike else {n: own}
         return _names({"layers": own}) + [name for w in shared for name in _names({SHARED: w})]
 
-    y = found.activations[found.last]
-    ends = read_leaves(model.embed, outer, rows, rng), read_leaves(loss, outer, y, rows, rng)
+    inputs = (outer, rows, rng), (outer, found.merged, rows, rng)
+    ends = read_leaves(model.embed, *inputs[0]), read_leaves(loss, *inputs[1])
     read = {name for one in ends for name in itertools.compress(_names(outer), one)}
     wanted = _names(fixed.setup.layout.outer)
     for n, number in enumerate(found.kind_of):
