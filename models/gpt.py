@@ -24,7 +24,7 @@ from flax import nnx
 
 from jaxpipe import Appended, Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
-from models import experts, gpt_split, linear_attention
+from models import experts, gpt_split, linear_attention, streams
 from models.adapters import adapted_names, attach, linear_maps
 from models.attention import Attention, Cache, empty_cache
 from models.block_attention import document_starts
@@ -45,6 +45,7 @@ from models.latent_attention import LatentAttention
 from models.linear_attention import LinearAttention
 from models.pieces import Pieces, in_turn, num_pieces, staggered
 from models.sharing import WHOLE, Sharing
+from models.streams import Streams
 from models.tensor import Tensor
 from models.types import Batch, Key, PyTree
 
@@ -102,6 +103,11 @@ class Block(nnx.Module):
                 self.mlp_norm = _norm(config, rngs)
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = (_norm(config, rngs) for _ in range(2))
+        if config.residual_streams > 1:
+            shape = config.residual_streams, config.width
+            self.attention_streams, self.mlp_streams = (
+                Streams(*shape, epsilon=config.norm_epsilon, rngs=rngs) for _ in range(2)
+            )
         if kind.is_linear:
             self.linear_attention = LinearAttention(config, sharing=sharing, rngs=rngs)
         else:
@@ -134,18 +140,20 @@ class Block(nnx.Module):
     def mix(
         self, x: jax.Array, documents: jax.Array | None, cache: Cache | None, start: jax.Array | int
     ) -> tuple[jax.Array, PyTree, Cache | None]:
-        """Mixes tokens, and numbers of a token, of one residual stream."""
+        """Mixes tokens, and numbers of a token, of the residual stream or streams."""
         config, tensor = self.config, self.sharing.tensor
         if config.in_pieces(self.kind) and (count := num_pieces(x, tensor)) > 1:
             return self._mix_pieces(Pieces(tensor, count), x, documents, cache, start)
-        normed = self.attention_norm(x) if config.pre_norm else x
+        seen, added = self._residual("attention_streams", x)
+        normed = self.attention_norm(seen) if config.pre_norm else seen
         mixer = self.linear_attention if self.kind.is_linear else self.attention
         attended, cache = mixer(normed, documents, cache, start)
         if config.post_norm:
             attended = self.attention_post_norm(attended)
-        seen, x = x, x + self._branch(self.attention_dropout, attended)
+        x = added(self._branch(self.attention_dropout, attended))
+        after, added = self._residual("mlp_streams", x)
         if config.residual == "sequential":
-            seen = x
+            seen = after
         if config.residual != "parallel":
             normed = self.mlp_norm(seen) if config.pre_norm else seen
         if isinstance(self.mlp, experts.Mixture):
@@ -154,7 +162,15 @@ class Block(nnx.Module):
             y, loss = self.mlp(normed), None
         if config.post_norm:
             y = self.mlp_post_norm(y)
-        return x + self._branch(self.mlp_dropout, y), loss, cache
+        return added(self._branch(self.mlp_dropout, y)), loss, cache
+
+    def _residual(
+        self, name: str, x: jax.Array
+    ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """What a branch sees, and what its output is added to, as a function of the output."""
+        if self.config.residual_streams == 1:
+            return x, lambda y: x + y
+        return getattr(self, name)(x)
 
     def _branch(self, dropout: nnx.Dropout, y: jax.Array) -> jax.Array:
         return _scaled(self.sharing.dropout(dropout, y), self.config.residual_scale)
@@ -406,6 +422,10 @@ def model(
     layers, carries = zip(*(functions[kind] for kind in config.layer_kinds), strict=True)
     if config.layers_are_alike:
         layers, carries = layers[0], carries[0]
+    merging: dict[str, Any] = {}
+    if config.residual_streams > 1:
+        spread = functools.partial(streams.spread, num_streams=config.residual_streams)
+        merging = {"spread": spread, "merge": streams.merge}
     paired_layer = None
     if tensor_axis is not None and config.layers_are_alike:
         whole = dataclasses.replace(sharing, tensor=Tensor(tensor_axis, in_pieces=False))
@@ -425,6 +445,7 @@ def model(
         carry=None if config.has_states or config.mtp_loss is not None else carries,
         output=output,
         paired_layer=paired_layer,
+        **merging,
     )
 
 
@@ -610,7 +631,7 @@ def flops_per_token(config: GPTConfig) -> int:
     as many experts as a token is sent to. The second term is the attention scores and their use,
     with A the width of all heads (the mean of keys' and values') and S the tokens that a position
     sees, not halved for causality. In linear attention it is 18 numbers of the state: that is read
-    for the key and for the query, and written.
+    for the key and for the query, and written. Several residual streams add their mixing.
     Recomputation is not counted. With adapters, weights have no gradients: 4 N in place of 6 N, and
     6 for each parameter of an adapter.
     """
@@ -638,6 +659,8 @@ def flops_per_token(config: GPTConfig) -> int:
     state = config.value_heads * config.linear_key_size * config.linear_value_size
     per_weight = 6 if config.adapters is None else 4
     products = 6 * widths * seen + 18 * num_linear * state
+    if (count := config.residual_streams) > 1:  # each of two branches reads, mixes and writes
+        products += 6 * 2 * len(config.layer_kinds) * count * (2 + count) * config.width
     return per_weight * num_multiplied + 6 * num_adapting + products
 
 
@@ -740,12 +763,13 @@ def _with_state(
             f"bias_speed={config.bias_speed} keeps biases in the layers' states: pass state, as "
             "training left it or as init_state makes it."
         )
-    function = model(config).layer
+    whole = model(config)
+    function, x = whole.layer, whole.spread(x)
     for n, own in enumerate(state):
         alike = config.layers_are_alike
         params = jax.tree.map(lambda w, n=n: w[n], layers) if alike else layers[n]
         x, _ = (function if alike else function[n])(params, x, None, None, own)
-    return x
+    return whole.merge(x)
 
 
 def _run_layers(
@@ -759,13 +783,15 @@ def _run_layers(
         y = function(params, x, None, None, cache, start)
         return (y, None) if cache is None else y
 
-    function, after = model(config).layer, []
+    whole, after = model(config), []
+    function, x = whole.layer, whole.spread(x)
     if config.layers_are_alike:
-        return jax.lax.scan(functools.partial(run, function), x, (layers, caches))
+        x, caches = jax.lax.scan(functools.partial(run, function), x, (layers, caches))
+        return whole.merge(x), caches
     for own, *layer in zip(function, layers, caches or [None] * len(layers), strict=True):
         x, cache = run(own, x, tuple(layer))
         after.append(cache)
-    return x, after
+    return whole.merge(x), after
 
 
 def _embed(

@@ -66,6 +66,8 @@ class GPTConfig(validation.Validated):
       post_norm: norms after attention and MLP, before their residual sums (Gemma 2, OLMo 2).
       residual: attention and the MLP follow one another ("sequential"), or both see the layer's
         input: through one norm ("parallel": Cohere) or one each ("parallel_norms": GPT-NeoX).
+      residual_streams: residual streams of each token, which small matrices mix in every layer
+        (`models.streams`): copies of the embedding at first, averaged before the head.
       qk_norm: norms of queries and keys, of the kind that ``norm`` names.
       qk_norm_scope: numbers that are normalised together, and when: those of a head, with one scale
         for all heads ("head": Qwen 3, Gemma 3), the same behind the rotation ("rotated": Hunyuan),
@@ -188,6 +190,7 @@ class GPTConfig(validation.Validated):
     pre_norm: bool = True
     post_norm: bool = False
     residual: Literal["sequential", "parallel", "parallel_norms"] = "sequential"
+    residual_streams: int = 1
     qk_norm: bool = False
     qk_norm_scope: Literal["head", "rotated", "each", "all"] = "head"
     activation: Literal[
@@ -268,8 +271,9 @@ class GPTConfig(validation.Validated):
         more = ("global_every", "rope_original_length", "rotary_size", "kv_rank", *_LATENT)
         dense = () if self.dense_layers == 0 else ("dense_layers",)
         small = validation.small_counts(
-            self, *counts, *optional, *more, "linear_heads", *_LINEAR, *dense, *_EXPERT_COUNTS
-        )
+            self, *counts, "residual_streams", *optional, *more, "linear_heads", *_LINEAR, *dense,
+            *_EXPERT_COUNTS,
+        )  # fmt: skip
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(
@@ -351,6 +355,12 @@ class GPTConfig(validation.Validated):
             ),
             ("first_position", "positions", self.first_position and self.positions == "rotary"),
             ("mtp_loss", "head_bias", self.mtp_loss is not None and self.head_bias),
+            ("residual_streams", "residual", self.residual_streams > 1 and parallel),
+            (
+                "residual_streams",
+                "mtp_loss",
+                self.residual_streams > 1 and self.mtp_loss is not None,
+            ),
         ):
             if wrong:
                 value, others = getattr(self, name), {other: getattr(self, other)}
@@ -634,6 +644,7 @@ class GPTConfig(validation.Validated):
     def in_pieces(self, kind: LayerKind) -> bool:
         """Whether layers of a kind can run in pieces of the sequence (`models.pieces`)."""
         is_usual = self.pre_norm and self.residual == "sequential" and self.residual_scale == 1
+        is_usual = is_usual and self.residual_streams == 1
         is_dense = self.kv_rank is None and not (kind.has_experts or kind.is_linear)
         return is_usual and is_dense and self.adapters is None and not self.dropout
 

@@ -137,6 +137,13 @@ LATENT = {"kv_rank": 4, "rotary_size": 3, "value_size": 9, "qk_norm": True}
             linear_conv=1 must be at least 2""",
         ),
         (GPT, {"linear_key_size": 8}, "linear_key_size=8 has no effect without linear_heads."),
+        (
+            *(GPT, {"residual_streams": 4, "residual": "parallel", "mtp_loss": 0.1}),
+            """residual_streams=4 cannot be combined with residual='parallel'.
+            Nearest valid: 1.
+            residual_streams=4 cannot be combined with mtp_loss=0.1.
+            Nearest valid: 1.""",
+        ),
         (GPT, {"positions": "learned", "rope_factor": 2.0}, "no effect with positions='learned'."),
         (GPT, {"norm_epsilon": math.nan}, "norm_epsilon=nan must be finite."),
         (GPT, {"rope_theta": 1.0}, "rope_theta=1.0 must be above 1: wavelengths grow by its"),

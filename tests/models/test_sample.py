@@ -54,8 +54,9 @@ def test_greedy_tokens_are_the_likeliest_after_each_prefix(params, drawn):
         | {"num_experts": 4, "capacity_factor": 0.5},
         {"kv_rank": 4, "head_size": 4, "rotary_size": 4, "value_size": 6},
         {"linear_heads": 1, "linear_value_heads": 2, "linear_key_size": 6, "global_every": 2},
+        {"residual_streams": 2},
     ],
-    ids=["layers alike", "windows and experts", "latent attention", "linear attention"],
+    ids=["layers alike", "windows and experts", "latent attention", "linear attention", "streams"],
 )
 def test_keys_and_values_that_are_kept_change_no_token(options):
     """While the window is not full, every token is run once; the whole model says the same."""

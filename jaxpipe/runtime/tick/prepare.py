@@ -126,7 +126,9 @@ def _flows(setup: Setup, outer: OuterParams, rows: Batch, rng: Key) -> tuple[boo
     paths = [path for path, _ in jax.tree.leaves_with_path(outer)]
     numbers = [n for n, path in enumerate(paths) if path in trained]
     numbers += [len(paths) + n for n in setup.inputs]
-    return dependent(jax.make_jaxpr(setup.model.embed)(outer, rows, rng), numbers)
+    model = setup.model
+    first = jax.make_jaxpr(lambda *args: model.spread(model.embed(*args)))(outer, rows, rng)
+    return dependent(first, numbers)
 
 
 def _shapes_of_layers(
