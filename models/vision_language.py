@@ -31,8 +31,8 @@ from models.blocks import INIT_STDDEV, MLP, Attention, Linear, function_of, laye
 from models.gpt_config import GPTConfig
 from models.types import Batch, Key, PyTree
 
-WITHOUT = ("adapters", "mtp_loss", "bias_speed", "qk_clip")
-"""Options of a GPT that need layers with states, or alike ones."""
+WITHOUT = ("adapters", "mtp_loss", "bias_speed", "qk_clip", "residual_streams")
+"""Options of a GPT that need layers with states or of several streams, or alike ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,9 @@ class VisionLanguageConfig(GPTConfig):
         small = validation.small_counts(self, *names, "encoder_width", "encoder_heads")
         yield from small
         for name in WITHOUT:
-            if (value := getattr(self, name)) is not None:
-                yield Problem(name, value, "does not go with images", (None,))
+            default = getattr(type(self), name)
+            if (value := getattr(self, name)) != default:
+                yield Problem(name, value, "does not go with images", (default,))
         if small:
             return
         for name, of in (("patch_size", "image_size"), ("encoder_heads", "encoder_width")):
