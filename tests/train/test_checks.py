@@ -371,7 +371,7 @@ def refuse(make, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("task", "schedule"),
-    [*zip(tasks.names(), ("interleaved", "interleaved", "pipemare", "pipemare"), strict=True)],
+    [(name, ("interleaved", "pipemare")[n % 2]) for n, name in enumerate(tasks.names())],
 )
 def test_every_integer_below_its_range_is_one_line(refuse, task, schedule):
     base = {"task": task, "pipeline.schedule": schedule, "pipeline.microbatches": 8}
