@@ -31,12 +31,6 @@ def run_and_move(
 ) -> Carried:
     """Runs a row's layers, and moves meanwhile what all stages move in this tick."""
     table, run = fixed.table, partial(run_cells, fixed, batch, parts=parts)
-    if parts.gather or parts.reduce:
-        # Of a tick that runs once XLA leaves out the loop, and would make the zeros in which pieces
-        # are put long before it.
-        transfers, inboxes = tie((row.gather, row.reduce), carried.inboxes)
-        row = row._replace(gather=transfers[0], reduce=transfers[1])
-        carried = carried.but(inboxes=inboxes)
     beside = partial(
         _run_beside,
         fixed,
