@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction, pass_of
-from jaxpipe.runtime import measure
-from jaxpipe.runtime.tick.fixed import RESIDUALS
+from jaxpipe.runtime import memory
 from jaxpipe.runtime.tick.messages import INBOX
+from jaxpipe.runtime.tick.setup import RESIDUALS
 from jaxpipe.runtime.types import Batch
 from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 
@@ -131,7 +131,7 @@ def buffer_shapes(pipe: jaxpipe.Pipeline, batch: Batch) -> set[tuple[int, ...]]:
     A buffer holds more than one layer of one microbatch; one layer's values are not a buffer, and
     its weights are none.
     """
-    buffers = measure.buffers(pipe, batch)
+    buffers = memory.buffers(pipe, batch)
     leaves = jax.tree.leaves(buffers)
     found = {squeezed(leaf.shape) for leaf in leaves if math.prod(leaf.shape[:-1]) > 1}
     kept = [buffers.get(name, []) for name in (*INBOX.values(), *RESIDUALS)]

@@ -21,7 +21,7 @@ import jaxpipe
 from benchmarks import harness, memory
 from benchmarks.hlo import HloProgram
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.measure import compiled
+from jaxpipe.runtime.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE
 from models import gpt

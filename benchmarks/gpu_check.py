@@ -50,7 +50,7 @@ from benchmarks.one_stage import stage_of_pipeline
 from benchmarks.plain_steps import by_layer, plain_step
 from jaxpipe.planning.devices import DEVICES, Device, Efficiency, known
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.measure import bytes_beside_arguments, compiled
+from jaxpipe.runtime.memory import bytes_beside_arguments, compiled
 from models import gpt
 from models.grouped_matmul import grouped_matmul
 

@@ -11,7 +11,7 @@ The scheduled program and its launch sequence (thunks) show, for one tick:
 - weights: bytes of weights and of their gradient sums that a layer copies, and that it casts;
 - host waits: for loops outside CUDA graphs, and for conditionals;
 - memory: temporaries, with an update by plain SGD, against
-  `jaxpipe.runtime.measure.predicted_bytes`.
+  `jaxpipe.measure.predicted_bytes`.
 
 The edges have to be those of the tick table, and with fp8 all operands of matmuls of weights 8-bit.
 
@@ -63,12 +63,7 @@ from jaxpipe.planning.without_devices import (
     h100s,
     use_gpu_flags,
 )
-from jaxpipe.runtime.measure import (
-    PLAIN_UPDATES,
-    bytes_beside_arguments,
-    compiled,
-    predicted_bytes,
-)
+from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.partition import cut_layers, partition

@@ -40,7 +40,7 @@ from jaxpipe.planning.without_devices import (
     attention_of_gpus,
     use_gpu_flags,
 )
-from jaxpipe.runtime.measure import compiled
+from jaxpipe.runtime.memory import compiled
 
 
 class ByAxes(Roofline):

@@ -35,12 +35,7 @@ import numpy as np
 
 import jaxpipe
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
-from jaxpipe.runtime.measure import (
-    PLAIN_UPDATES,
-    bytes_beside_arguments,
-    compiled,
-    predicted_bytes,
-)
+from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 
 LLAMA_70B = gpt.GPTConfig(

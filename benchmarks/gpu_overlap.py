@@ -41,12 +41,7 @@ from benchmarks.kernels import Use, is_kernel, kernel
 from benchmarks.roofline import Roofline, total
 from jaxpipe import schedules
 from jaxpipe.planning.without_devices import attention_of_gpus, use_gpu_flags
-from jaxpipe.runtime.measure import (
-    PLAIN_UPDATES,
-    bytes_beside_arguments,
-    compiled,
-    predicted_bytes,
-)
+from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators.depth_first import depth_first
 from jaxpipe.schedule.placement import linear

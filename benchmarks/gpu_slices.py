@@ -26,8 +26,8 @@ from rich.table import Table
 
 import jaxpipe
 from jaxpipe.planning.without_devices import attention_of_gpus, h100s, use_gpu_flags
-from jaxpipe.runtime import measure
-from jaxpipe.runtime.measure import compiled_bytes, predicted_bytes, tree_bytes
+from jaxpipe.runtime import memory
+from jaxpipe.runtime.memory import compiled_bytes, predicted_bytes, tree_bytes
 from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.simulate import UNIT, simulate
 from models import gpt
@@ -78,7 +78,7 @@ def main() -> None:
         names = ("tokens", "targets")
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
         with attention_of_gpus():
-            buffers = sum(map(tree_bytes, measure.buffers(pipe, batch).values()))
+            buffers = sum(map(tree_bytes, memory.buffers(pipe, batch).values()))
             found = compiled_bytes(pipe, batch)
             seconds = time.perf_counter() - start
             predicted = sum(predicted_bytes(pipe, batch).values())

@@ -27,7 +27,7 @@ import tyro
 import jaxpipe
 from benchmarks import harness
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.measure import compiled_bytes, predicted_bytes
+from jaxpipe.runtime.memory import compiled_bytes, predicted_bytes
 from jaxpipe.schedule import catalog
 from models import gpt
 

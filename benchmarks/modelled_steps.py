@@ -27,7 +27,7 @@ from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
 from jaxpipe.planning.devices import DEVICES
 from jaxpipe.planning.without_devices import GPUS_PER_HOST, device_bytes, h100s
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.measure import compiled
+from jaxpipe.runtime.memory import compiled
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable, Transfers

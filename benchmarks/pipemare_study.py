@@ -31,10 +31,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import harness
-from jaxpipe.runtime import measure
-from jaxpipe.runtime.measure import tree_bytes
+from jaxpipe.runtime import tracing
+from jaxpipe.runtime.memory import tree_bytes
 from jaxpipe.schedule.simulate import simulate
-from train import checks, configured, loop
+from train import checks, loop, pipeline_section
 from train.command_line import parse
 from train.config import Config
 from train.errors import ConfigError, NonFiniteLossError
@@ -157,7 +157,7 @@ def work(config: Config) -> dict[str, float]:
     setup = Setup(config)
     full = synchronous = 1 - Synchronous(setup).bubble(1)
     drain, tick = 0.0, 1.0  # a tick in mean times of a microbatch on a stage
-    if configured.is_asynchronous(config):
+    if pipeline_section.is_asynchronous(config):
         mode = Asynchronous(setup)
         carried, compiled = mode.carried_bytes(), mode.compile()
         weights = carried.pop("weights") + carried.pop("T2's mean steps", 0)
@@ -170,7 +170,7 @@ def work(config: Config) -> dict[str, float]:
         drain = mode.steady.drain_ticks / mode.steady.num_microbatches
         full = config.train.steps / ticks
         if config.asynchronous.recompute_segment is not None:
-            costs = configured.costs(config)
+            costs = pipeline_section.costs(config)
             tick *= 1 + costs.f / (costs.f + costs.b + costs.w)
     else:
         compiled, kept = setup.compile(), 0
@@ -195,19 +195,19 @@ def modelled(setup: Setup) -> dict[str, float]:
     """
     config, batch = setup.config, setup.batch_shapes
     rng = jax.eval_shape(lambda: setup.rng(0))
-    layers, _ = measure.traced_layers(setup.pipe, batch, rng)
+    layers, _ = tracing.traced_layers(setup.pipe, batch, rng)
     splits, own = [layers.kinds[kind].split for kind in layers.kind_of], setup.pipe.layout.layers
     parameters = [tree_bytes(own.local.shape_of(n)) for n in range(len(splits))]
     residuals = [tree_bytes([split.until_b, split.until_w]) for split in splits]
-    peaks = simulate(setup.schedule, configured.costs(config)).peak_in_flight
+    peaks = simulate(setup.schedule, pipeline_section.costs(config)).peak_in_flight
     weights = activations = first = 0
     for d, count in enumerate(setup.layer_counts):
         own, kept = sum(parameters[first : first + count]), sum(residuals[first : first + count])
         entered = layers.activations[layers.kinds[layers.kind_of[first]].x]
         versions, microbatches, inputs = 1, peaks[d], 0
-        if configured.is_asynchronous(config):
-            steady = configured.steady_state(config)
-            part, corrects = steady.stage(d), configured.techniques(config)[1] is not None
+        if pipeline_section.is_asynchronous(config):
+            steady = pipeline_section.steady_state(config)
+            part, corrects = steady.stage(d), pipeline_section.techniques(config)[1] is not None
             delay = {"pipemare": int(corrects), "2bw": 1}
             versions += delay.get(steady.method, steady.delay(part, 0))
             begins = part.forward
@@ -225,7 +225,7 @@ def modelled(setup: Setup) -> dict[str, float]:
 def time_of(step: int, config: Config, costs: Mapping[str, float]) -> float:
     """The time at which a step is done, in minibatches of work of a full pipeline."""
     warmup = config.train.steps
-    if configured.is_asynchronous(config):
+    if pipeline_section.is_asynchronous(config):
         warmup = min(step, config.asynchronous.warmup_steps)
     synchronous = min(step, warmup)
     drain = costs["drain"] if step > warmup else 0

@@ -10,7 +10,7 @@ two: 4 stages x 2 data shards, 16 microbatches of 2 rows. The scheduled program 
 - copies: whole buffers copied or written anew, and moves of small ones into the vector memory or
   back;
 - memory: temporaries, with an update by plain SGD, against
-  `jaxpipe.runtime.measure.predicted_bytes`;
+  `jaxpipe.measure.predicted_bytes`;
 - code: the size of the machine code, on which the seconds of CPU time depend.
 
 In one slice the edges have to be those of the tick table. The first row is the training step of one
@@ -56,12 +56,7 @@ from benchmarks.compiled_ticks import (
 )
 from benchmarks.hlo import HloProgram
 from benchmarks.plain_steps import plain_step
-from jaxpipe.runtime.measure import (
-    PLAIN_UPDATES,
-    bytes_beside_arguments,
-    compiled,
-    predicted_bytes,
-)
+from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 
 RESULTS = Path(__file__).parent / "results" / "tpu_compile.json"

@@ -10,7 +10,8 @@
 """
 
 from jaxpipe.planning.counting import model_sizes
-from jaxpipe.runtime.measure import end_costs, layer_costs, predicted_bytes
+from jaxpipe.runtime.layer_costs import end_costs, layer_costs
+from jaxpipe.runtime.memory import predicted_bytes
 from jaxpipe.runtime.timeline import timeline
 
 __all__ = ["end_costs", "layer_costs", "model_sizes", "predicted_bytes", "timeline"]

@@ -17,7 +17,7 @@ from models import gpt, hugging_face
 from models.adapters import BLOCK, THEIRS, Adapters, beside
 from models.gpt_config import GPTConfig
 from models.types import PyTree
-from train import configured, tasks
+from train import pipeline_section, tasks
 from train.config import Config, LoraConfig
 from train.errors import Failure
 
@@ -46,7 +46,7 @@ def failures(config: Config) -> Iterator[Failure]:
     else:
         yield from _targets(config)
         yield from _base(config)
-    patterns = configured.trainable(config)
+    patterns = pipeline_section.trainable(config)
     if patterns is not None:
         yield from _patterns(config)
         yield from _unfit(config, "lora.rank" if lora.rank else "train.trainable")
@@ -157,7 +157,7 @@ def num_trained(patterns: Sequence[str], params: PyTree) -> int:
     """Counts the parameters that patterns choose.
 
     Args:
-      patterns: from `train.configured.trainable`.
+      patterns: from `train.pipeline_section.trainable`.
       params: canonical parameters, or their shapes.
     """
     leaves = _by_path(params)
@@ -169,7 +169,7 @@ def _unfit(config: Config, path: str) -> Iterator[Failure]:
     """Finds settings that need all parameters to be trained."""
     section, _, name = path.partition(".")
     given = f"{path}={getattr(getattr(config, section), name)}"
-    if configured.is_asynchronous(config):
+    if pipeline_section.is_asynchronous(config):
         yield Failure(
             f"{given} freezes parameters, and pipeline.schedule={config.pipeline.schedule} keeps "
             "versions of all. Nearest valid: pipeline.schedule=1f1b.",

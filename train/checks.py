@@ -18,7 +18,7 @@ from jaxpipe import schedules
 from jaxpipe.errors import shortened, shown
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import adapters, configured, errors, initial, optimizers, publish, tasks
+from train import adapters, errors, initial, optimizers, pipeline_section, publish, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
@@ -199,7 +199,7 @@ def _text(config: Config) -> Iterator[Failure]:
 
 def _schedule(config: Config) -> Iterator[Failure]:
     limit, residuals = config.pipeline.memory_limit, config.pipeline.residuals
-    if limit is not None and configured.limit_of_memory(config) == "residuals":
+    if limit is not None and pipeline_section.limit_of_memory(config) == "residuals":
         yield Failure(
             f"pipeline.memory_limit={limit} has no effect with pipeline.schedule=auto and "
             f"pipeline.residuals={residuals}, which is the limit. Nearest valid: "
@@ -208,11 +208,11 @@ def _schedule(config: Config) -> Iterator[Failure]:
         )
     layers, chunks = config.num_layers, config.pipeline.chunks or 1
     # A placement of too few layers cannot be searched, which is said below.
-    if layers >= config.mesh.stage or not configured.chooses_placement(config):
+    if layers >= config.mesh.stage or not pipeline_section.chooses_placement(config):
         try:
-            order = configured.any_order(config)
+            order = pipeline_section.any_order(config)
         except ValueError as error:
-            memory = configured.limit_of_memory(config)
+            memory = pipeline_section.limit_of_memory(config)
             yield from errors.of_pipeline(error, config.pipeline.schedule, memory=memory)
         else:
             chunks = order.num_chunks
@@ -281,7 +281,7 @@ def _compute_dtype(config: Config) -> Iterator[Failure]:
 
 
 def _update(config: Config) -> Iterator[Failure]:
-    if config.pipeline.update == "step" or configured.is_asynchronous(config):
+    if config.pipeline.update == "step" or pipeline_section.is_asynchronous(config):
         return
     if config.optimizer.clip_norm:
         yield Failure(
@@ -302,7 +302,7 @@ def _update(config: Config) -> Iterator[Failure]:
 def _partition(config: Config) -> Iterator[Failure]:
     rule = config.pipeline.partition
     try:
-        counts = configured.own_counts(config)
+        counts = pipeline_section.own_counts(config)
     except ValueError:
         yield Failure(
             f"pipeline.partition={rule!r} must be equal, flops, measured, or the layers of every "
@@ -313,7 +313,7 @@ def _partition(config: Config) -> Iterator[Failure]:
     if counts is None:
         return
     try:
-        needed = configured.order(config).placement.num_virtual_stages
+        needed = pipeline_section.order(config).placement.num_virtual_stages
     except ValueError:
         return  # another rule says why
     if len(counts) != needed or min(counts) < 1 or sum(counts) != config.num_layers:
@@ -425,7 +425,7 @@ def _processes(config: Config) -> Iterator[Failure]:
 def _copies(config: Config) -> Iterator[Failure]:
     """Finds copies in memory that could not be continued."""
     every = config.distributed.copy_every
-    if every and configured.is_asynchronous(config):
+    if every and pipeline_section.is_asynchronous(config):
         yield Failure(
             f"distributed.copy_every={every} needs a pipeline that drains in every step, and "
             f"pipeline.schedule={config.pipeline.schedule} does not: the residuals in flight would "
@@ -541,7 +541,7 @@ def shared_axes(config: Config) -> Iterator[Failure]:
     """Checks that devices that share a layer have equal parts of it."""
     for axis, devices in config.mesh.shared_axes().items():
         field = f"mesh.{axis}"
-        if configured.is_asynchronous(config):
+        if pipeline_section.is_asynchronous(config):
             yield Failure(
                 f"{field}={devices} is not supported with pipeline.schedule="
                 f"{config.pipeline.schedule}, which splits no layer over devices. Nearest valid: "
@@ -596,7 +596,7 @@ def balanced(config: Config) -> Iterator[Failure]:
                     f"whole layers on each device. Nearest valid: mesh.{axis}=1, or {path}=null.",
                     (f"mesh.{axis}", path),
                 )
-        if configured.is_asynchronous(config):
+        if pipeline_section.is_asynchronous(config):
             schedule = config.pipeline.schedule
             yield Failure(
                 f"{path}={value} {what} at the end of each step, and pipeline.schedule={schedule} "
@@ -649,7 +649,7 @@ def slices(config: Config) -> Iterator[Failure]:
 def _asynchronous(config: Config) -> Iterator[Failure]:
     """Finds settings without effect, with too few steps, or that asynchronous training refuses."""
     settings, name = config.asynchronous, config.pipeline.schedule
-    if not configured.is_asynchronous(config):
+    if not pipeline_section.is_asynchronous(config):
         if name not in {entry.name for entry in schedules.entries()} and not is_users(name):
             return  # another rule says so
         for field, default in AsynchronousConfig().model_dump().items():
@@ -664,7 +664,7 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
         return
     yield from _refused(config)
     try:
-        configured.steady_state(config)
+        pipeline_section.steady_state(config)
     except ValueError as error:
         yield from errors.of_pipeline(error, name)
     if settings.discrepancy_decay and name != "pipemare":

@@ -15,7 +15,7 @@ from jaxpipe import axes_across_hosts
 from jaxpipe.asynchronous import steady_text
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import draw, simulate
-from train import configured
+from train import pipeline_section
 from train.config import Config
 from train.modes import Asynchronous, Modes, device_bytes
 from train.step import Setup
@@ -58,7 +58,7 @@ def run(config: Config) -> None:
         console.width = _WIDTH
     setup = Setup(config)
     _show_mesh(console, setup)
-    if configured.is_asynchronous(config):
+    if pipeline_section.is_asynchronous(config):
         mode = Modes(setup).asynchronous
         _show_steady_state(console, setup, mode)
         show_parameters(console, setup)
@@ -103,7 +103,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
     """Shows ticks, delays and versions, the utilization, and what T1, T2 and T3 do."""
     config, steady, costs = setup.config, mode.steady, setup.chunk_costs
     warmup = config.asynchronous.warmup_steps
-    rescheduling, decay = configured.techniques(config)
+    rescheduling, decay = pipeline_section.techniques(config)
     lines = [
         steady_text(steady),
         f"utilization: {steady.full_utilization(costs):.1%} in the steady state, with filling and "

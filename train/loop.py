@@ -23,9 +23,9 @@ from jaxpipe.checkpoint import Fetch, Found
 from jaxpipe.files import write_whole
 from jaxpipe.schedule import draw
 from jaxpipe.testing import find_nan
-from train import adapters, configured, evaluation, initial, plot, publish
+from train import adapters, choice, evaluation, initial, pipeline_section, plot, publish
+from train.choice import Choice
 from train.config import Config
-from train.configured import Choice
 from train.data import stream
 from train.errors import (
     CannotContinueError,
@@ -79,7 +79,7 @@ def take_folder(
 def recorded_choice(path: Path, config: Config, console: Console) -> Choice | None:
     """Returns what the run chose before, unless the settings that decide it have changed."""
     try:
-        recorded = configured.read_choice(path, config)
+        recorded = choice.read_choice(path, config)
     except (OSError, ValueError) as error:
         say(console, f"{path} cannot be used, and the schedule is chosen anew: {error}")
         return None
@@ -179,9 +179,9 @@ def prepare_folder(setup: Setup) -> None:
     config = setup.config
     folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
-    configured.write_choice(folder / run_folder.CHOICE_FILE, config, setup.choice)
-    if configured.is_asynchronous(config):
-        text = steady_text(configured.steady_state(config))
+    choice.write_choice(folder / run_folder.CHOICE_FILE, config, setup.choice)
+    if pipeline_section.is_asynchronous(config):
+        text = steady_text(pipeline_section.steady_state(config))
         (folder / run_folder.STEADY_STATE_FILE).write_text(text, encoding="utf-8")
     else:
         picture = draw.figure(setup.timeline)
@@ -195,7 +195,7 @@ def headline(setup: Setup) -> str:
     shared = "".join(f" x {n} {name} devices" for name, n in config.mesh.model_axes().items())
     expert = f" ({config.mesh.expert} share experts)" if config.mesh.expert > 1 else ""
     trained = ""
-    if (patterns := configured.trainable(config)) is not None:
+    if (patterns := pipeline_section.trainable(config)) is not None:
         trained = f", of which {adapters.num_trained(patterns, setup.shapes):,} are trained,"
     return (
         f"{setup.task.num_parameters():,} parameters{trained} on {config.mesh.stage} stages x "

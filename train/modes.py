@@ -21,7 +21,7 @@ from jax.tree_util import keystr
 
 from jaxpipe import AsyncPipeline
 from models.types import PyTree
-from train import configured
+from train import pipeline_section
 from train.config import Config
 from train.step import Key, Leaf, Setup, TrainState, Values, named, with_sharding
 
@@ -135,7 +135,7 @@ class Asynchronous(Mode):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        steps, decay = configured.techniques(self.config)
+        steps, decay = pipeline_section.techniques(self.config)
         self.training = AsyncPipeline(
             setup.pipe,
             setup.make_optimizer(clips=False),
@@ -298,7 +298,7 @@ class Modes:
     def after(self, step: int) -> Mode:
         """Returns the mode of the next step, given the number of steps done."""
         config = self._setup.config
-        if configured.is_asynchronous(config) and step >= config.asynchronous.warmup_steps:
+        if pipeline_section.is_asynchronous(config) and step >= config.asynchronous.warmup_steps:
             return self.asynchronous
         return self.synchronous
 
@@ -314,8 +314,8 @@ def layout_of(setup: Setup) -> dict[str, Any]:
     layout = {path: flat[path] for path in fields}
     layout["pipeline.remat"] = setup.pipe.options.remat
     layout["pipeline.partition"] = ",".join(map(str, setup.layer_counts))
-    if configured.is_asynchronous(config):
-        layout["asynchronous.discrepancy_decay"] = configured.techniques(config)[1] or 0.0
+    if pipeline_section.is_asynchronous(config):
+        layout["asynchronous.discrepancy_decay"] = pipeline_section.techniques(config)[1] or 0.0
         layout["asynchronous.recompute_segment"] = flat["asynchronous.recompute_segment"]
     if "model.dropout" in flat:
         layout["model.dropout"] = flat["model.dropout"]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import optax
 
-from train import configured
+from train import pipeline_section
 from train.config import Config, OptimizerConfig
 from train.errors import Failure
 
@@ -100,7 +100,7 @@ def failures(config: Config) -> Iterator[Failure]:
             ("optimizer.max_skipped", "pipeline.update"),
         )
     yield from _offload(config)
-    if settings.ema_decay and configured.is_asynchronous(config):
+    if settings.ema_decay and pipeline_section.is_asynchronous(config):
         yield Failure(
             f"optimizer.ema_decay={settings.ema_decay} averages weights as the optimizer leaves "
             f"them, and pipeline.schedule={config.pipeline.schedule} scales its updates after "
@@ -131,7 +131,7 @@ def _offload(config: Config) -> Iterator[Failure]:
                 f"optimizer.offload=False, or {path}={stays}.",
                 ("optimizer.offload", path),
             )
-    if configured.is_asynchronous(config):
+    if pipeline_section.is_asynchronous(config):
         yield Failure(
             "optimizer.offload=True fetches the optimizer's state once per step, and "
             f"pipeline.schedule={config.pipeline.schedule} updates each stage at another time. "

@@ -32,7 +32,7 @@ from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import Costs
 from jaxpipe.testing import simulate_devices
-from train import checks, command_line, configured, errors, tasks
+from train import checks, command_line, errors, pipeline_section, tasks
 from train.config import Config
 from train.optimizers import learning_rate, make_optimizer
 from train.task import Task
@@ -158,7 +158,7 @@ class Planned:
         """
         config, shape = self.config, self.config.mesh
         own = shape.stage, shape.data, shape.replica, shape.context, shape.tensor, shape.expert
-        slots = configured.weight_slots(config) or 2  # as by default on GPUs
+        slots = pipeline_section.weight_slots(config) or 2  # as by default on GPUs
         devices = cluster(device, shape.num_devices, memory=limit_bytes)
         on_host = NOTHING
         if devices.has_host_memory:
@@ -254,11 +254,11 @@ class Planned:
             task.model(train=True).in_pairs(),  # the planner hides collectives in pairs alone
             self._params,
             schedule=schedules.build(
-                "1f1b", stages=1, microbatches=_MICROBATCHES, slices=configured.slices(config)
+                "1f1b", stages=1, microbatches=_MICROBATCHES, slices=pipeline_section.slices(config)
             ),
             mesh=make_mesh(**axes),
             remat=remat,
-            trainable=configured.trainable(config),
+            trainable=pipeline_section.trainable(config),
             fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
             states=self._states,
         )
@@ -340,7 +340,7 @@ def choose(config: Config) -> tuple[Config, str]:
         taken_for = _TAKEN_FOR if named is None else named.name
         chosen = Planned(config, config.run_dir).choice(limit, taken_for)
     except ArgumentError as error:
-        text = f"pipeline.schedule={configured.PLAN}: {error}"
+        text = f"pipeline.schedule={pipeline_section.PLAN}: {error}"
         raise errors.refused(text, "pipeline.schedule") from error
     return chosen
 

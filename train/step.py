@@ -25,9 +25,9 @@ from jaxpipe.schedule import (
     partition,
 )
 from models.types import PyTree
-from train import configured, errors, tasks
+from train import errors, pipeline_section, tasks
+from train.choice import Choice
 from train.config import Config
-from train.configured import Choice
 from train.optimizers import learning_rate, make_optimizer
 from train.processes import distributed
 from train.task import Task
@@ -120,16 +120,16 @@ class Setup:
         If embedding and head are split, they take each stage its share of their time.
         """
         stages = self.config.mesh.stage
-        if stages == 1 or configured.is_asynchronous(self.config) or self._ends_compute:
+        if stages == 1 or pipeline_section.is_asynchronous(self.config) or self._ends_compute:
             return "split"
-        order = configured.order(self.config)
-        given, even = configured.own_counts(self.config), [1.0] * self.task.num_layers
+        order = pipeline_section.order(self.config)
+        given, even = pipeline_section.own_counts(self.config), [1.0] * self.task.num_layers
         self.task = self._task("ends")
         probe = self._pipeline(order, given or partition(even, order.placement))
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         layers = [part.f + part.b + part.w for part in layer_costs(probe, batch, rng)]
         embed, head = end_costs(probe, batch, rng)
-        costs = configured.costs(self.config)
+        costs = pipeline_section.costs(self.config)
         unit = (costs.f + costs.b + costs.w) * order.placement.num_virtual_stages / sum(layers)
 
         def makespan(loads: list[float], **options: Any) -> float:
@@ -143,10 +143,10 @@ class Setup:
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
         """Returns the order, the cost of every layer, and the number of layers of every chunk."""
-        order, rule = configured.order(self.config), self.config.pipeline.partition
+        order, rule = pipeline_section.order(self.config), self.config.pipeline.partition
         alike = not isinstance(self.shapes["layers"], tuple)
         even = [1.0] * self.task.num_layers
-        counts = configured.own_counts(self.config) or partition(even, order.placement)
+        counts = pipeline_section.own_counts(self.config) or partition(even, order.placement)
         ends = self._ends_compute
         if alike and not ends:
             return order, even, counts
@@ -158,11 +158,11 @@ class Setup:
         if ends:
             embed, head = end_costs(probe, batch, rng, measure=rule == "measured")
             costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
-        if configured.own_counts(self.config) is not None:
+        if pipeline_section.own_counts(self.config) is not None:
             return order, costs, counts
         weights = even if rule == "equal" else costs
-        if configured.chooses_placement(self.config):
-            order = configured.searched(self.config, weights)
+        if pipeline_section.chooses_placement(self.config):
+            order = pipeline_section.searched(self.config, weights)
         return order, costs, partition(weights, order.placement)
 
     @property
@@ -172,7 +172,7 @@ class Setup:
     @cached_property
     def chunk_costs(self) -> list[Costs]:
         """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""
-        return chunk_costs(configured.costs(self.config), self.layer_costs, self.layer_counts)
+        return chunk_costs(pipeline_section.costs(self.config), self.layer_costs, self.layer_counts)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -182,7 +182,8 @@ class Setup:
     @property
     def _ends_compute(self) -> bool:
         """Says whether only the ends of the pipeline compute embedding and head."""
-        if configured.is_asynchronous(self.config):  # it updates them while it runs, on all stages
+        # Asynchronous schedules update them while they run, on all stages.
+        if pipeline_section.is_asynchronous(self.config):
             return False
         return self.task.model(train=True).stage_split is None
 
@@ -219,11 +220,11 @@ class Setup:
         given, names = dict(self.config.pipeline), (f.name for f in dataclasses.fields(Options))
         options: dict[str, Any] = {name: given[name] for name in names if name in given}
         options |= {
-            "trainable": configured.trainable(self.config),
+            "trainable": pipeline_section.trainable(self.config),
             "fp8": given["fp8"].split(",") if given["fp8"] else (),
-            "remat": configured.remat(self.config),
-            "weights": configured.weights(self.config),
-            "weight_slots": configured.weight_slots(self.config),
+            "remat": pipeline_section.remat(self.config),
+            "weights": pipeline_section.weights(self.config),
+            "weight_slots": pipeline_section.weight_slots(self.config),
             "layer_counts": counts,
         }
         model, states = model or self.task.model(train=train), self.task.init_states()

@@ -102,7 +102,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 def _run(invocation: Invocation, goodput: Goodput) -> None:
     from jaxpipe import gpu_flags
-    from train import checks, configured, errors
+    from train import checks, errors, pipeline_section
     from train.processes import distributed
     from train.processes.watchdog import Watchdog
     from train.recover import survivors
@@ -112,9 +112,9 @@ def _run(invocation: Invocation, goodput: Goodput) -> None:
         group = survivor.regroup()
         invocation = dataclasses.replace(invocation, config=group.config, resume=True)
     config, out_of_range = checks.in_range(invocation.config)
-    chooses = config.pipeline.schedule == configured.PLAN
+    chooses = config.pipeline.schedule == pipeline_section.PLAN
     if chooses:  # until there are devices, any schedule will do to check the rest
-        config = configured.without_choice(config)
+        config = pipeline_section.without_choice(config)
     broken = [*invocation.failures, *out_of_range]
     processes, failures = None, list(broken)
     try:

@@ -27,7 +27,7 @@ from benchmarks import harness
 from benchmarks.studies import common, delayed
 from jaxpipe.asynchronous import SteadyState
 from models import resnet
-from train import configured
+from train import pipeline_section
 from train.command_line import parse
 from train.modes import Synchronous
 from train.step import Setup
@@ -245,7 +245,7 @@ def times() -> dict[str, float]:
     """How long a step takes, in steps of a full pipeline of equal stages, by its kind."""
     config = parse(["--config", CONFIG]).config
     setup = Setup(config)
-    full = configured.steady_state(config).full_utilization(setup.chunk_costs)
+    full = pipeline_section.steady_state(config).full_utilization(setup.chunk_costs)
     return {"synchronous": 1 / (1 - Synchronous(setup).bubble(1)), "asynchronous": 1 / full}
 
 

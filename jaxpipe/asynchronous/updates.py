@@ -18,14 +18,7 @@ from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.layout.data_axis import gather, reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.tick.fixed import (
-    Carried,
-    Fixed,
-    GradientSink,
-    LayerWork,
-    WeightSource,
-    Work,
-)
+from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork, WeightSource, Work
 from jaxpipe.runtime.tick.layer_passes import run_layers
 from jaxpipe.runtime.tick.messages import send
 from jaxpipe.runtime.tick.microbatches import Microbatches

@@ -30,7 +30,7 @@ def measure(*, out: Path, devices: int | None = None) -> None:
 
     import jax
 
-    from jaxpipe.planning.measuring import peaks
+    from jaxpipe.planning.measured_peaks import peaks
 
     used = jax.devices()[:count]
     kind, memory = used[0].device_kind, (used[0].memory_stats() or {}).get("bytes_limit")

@@ -35,7 +35,7 @@ from jaxpipe.planning.sizes import (
     Variant,
 )
 from jaxpipe.planning.without_devices import attention_of_gpus
-from jaxpipe.runtime import measure
+from jaxpipe.runtime import tracing
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
 from jaxpipe.runtime.layers.kinds import LayerKind
@@ -43,7 +43,7 @@ from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, Split
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.measure import tree_bytes
+from jaxpipe.runtime.memory import tree_bytes
 from jaxpipe.runtime.mesh import make_mesh
 from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
@@ -257,7 +257,7 @@ def _counted(
 
         return {remat: counted(remat) for remat in remats}
 
-    return measure.in_trace(pipe, batch, rng, read)
+    return tracing.in_trace(pipe, batch, rng, read)
 
 
 def _head(

@@ -19,8 +19,8 @@ TFLOP/s of one large matmul alone in 16, 8 and 4 bits. Looked up in November 202
 What a step attains of these is `SUSTAINED` and `STRAGGLING`, fitted by `make published`; shares of
 memory and links are those of `benchmarks/roofline.py`, for H100s.
 
-`jaxpipe.planning.measuring` times simple programs on devices; what these attain of the peaks makes
-a `Device` in place of a data sheet's.
+`jaxpipe.planning.measured_peaks` times simple programs on devices; what these attain of the peaks
+makes a `Device` in place of a data sheet's.
 """
 
 import csv

@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.extend.mlir import ir
 
 from jaxpipe import gpu_flags
-from jaxpipe.runtime.measure import bytes_beside_arguments
+from jaxpipe.runtime.memory import bytes_beside_arguments
 from jaxpipe.schedule.problems import Problem, refuse
 
 _TARGET = Path(__file__).parent / "h100.txtpb"

@@ -20,8 +20,8 @@ from jaxpipe.runtime.layout.whole_model import WithFrozen, layer_layout, layer_r
 from jaxpipe.runtime.mesh import Axes, stores_tiles, transfers_overlap
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.fixed import Setup
 from jaxpipe.runtime.tick.microbatches import split_rows
+from jaxpipe.runtime.tick.setup import Setup
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import elsewhere, shapes_of

@@ -14,7 +14,7 @@ import toys
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.runtime import measure
+from jaxpipe.runtime import tracing
 from models import experts, gpt, grouped_matmul
 from models.blocks import function_of
 
@@ -86,7 +86,7 @@ def test_a_device_has_room_for_the_choices_it_is_sent_or_says_how_many_it_drops(
 def test_weight_gradients_exchange_nothing():
     pipe, _ = pipeline(CONFIG, 4)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 9), "int32")}
-    split = measure.traced_layers(pipe, batch, None)[0].kinds[0].split
+    split = tracing.traced_layers(pipe, batch, None)[0].kinds[0].split
     assert not any("all_to_all" in str(eqn) for eqn in [*split.again, *split.w])
     assert any("all_to_all" in str(eqn) for eqn in split.b)
 

@@ -11,7 +11,7 @@ from covering import covering
 
 import jaxpipe
 from jaxpipe import testing
-from jaxpipe.runtime import measure
+from jaxpipe.runtime import memory
 from models import gpt
 from models.gpt_config import GPTConfig
 
@@ -120,8 +120,8 @@ def test_memory_is_predicted_where_all_forwards_come_first():
     mesh = jaxpipe.make_mesh(stage=2)
     pipe = jaxpipe.Pipeline(gpt.model(config), params, schedule=schedule, mesh=mesh)
     batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((3, 256), jnp.int32))
-    predicted = sum(measure.predicted_bytes(pipe, batch).values())
-    assert measure.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
+    predicted = sum(memory.predicted_bytes(pipe, batch).values())
+    assert memory.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
 
 
 def test_a_slice_needs_targets_and_positions_that_the_model_has():

@@ -10,9 +10,9 @@ import pytest
 from covering import some
 
 import jaxpipe
-from jaxpipe.runtime import measure
-from jaxpipe.runtime.measure import tree_bytes
-from jaxpipe.runtime.tick.fixed import RESIDUALS
+from jaxpipe.runtime import memory
+from jaxpipe.runtime.memory import tree_bytes
+from jaxpipe.runtime.tick.setup import RESIDUALS
 from jaxpipe.testing import assert_matches_unpipelined
 from models import gpt
 from models.pieces import num_pieces
@@ -61,7 +61,7 @@ def kept_bytes(**given) -> tuple[int, ...]:
                 microbatches=4,
                 **given,
             )
-            kept = measure.buffers(pipe, {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")})
+            kept = memory.buffers(pipe, {"tokens": jax.ShapeDtypeStruct((8, 33), "int32")})
         found.append(tree_bytes([kept.get(name, []) for name in RESIDUALS]))
     return tuple(found)
 

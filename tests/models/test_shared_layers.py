@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.runtime import measure
-from jaxpipe.runtime.measure import tree_bytes
+from jaxpipe.runtime import memory, tracing
+from jaxpipe.runtime.memory import tree_bytes
 from models import gpt
 from models.attention import attend, causal_attention
 from models.context import Context
@@ -88,7 +88,7 @@ def test_four_devices_keep_a_quarter_each(axis, kv_heads, remat):
     config, batch, found = gpt.GPTConfig(**SHAPE | wide), tokens(8, 64), []
     for devices in (1, 4):
         pipe = pipeline(config, "zb-h1", remat=remat, **{axis: devices})
-        kept = measure.buffers(pipe, batch)
+        kept = memory.buffers(pipe, batch)
         kept["residuals"] = [kept.pop(name, []) for name in ("until_b", "until_w")]
         found.append({name: tree_bytes(tree) for name, tree in kept.items()})
     whole, part = found
@@ -98,7 +98,7 @@ def test_four_devices_keep_a_quarter_each(axis, kv_heads, remat):
     assert part["residuals"] <= share * whole["residuals"]
     assert part["crossing"] <= (0.29 if axis == "tensor" else 0.26) * whole["crossing"]
     if axis == "context":
-        split = measure.traced_layers(pipe, batch)[0].kinds[0].split
+        split = tracing.traced_layers(pipe, batch)[0].kinds[0].split
         forward, b = collectives(split.traced.forward), collectives(split.b)
         if kv_heads == 8:  # as many heads as can be exchanged
             assert forward == {"all_to_all": 4}

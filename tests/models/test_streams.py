@@ -12,7 +12,7 @@ import pytest
 import jaxpipe
 from benchmarks.hlo import HloProgram
 from jaxpipe.planning import counting
-from jaxpipe.runtime import measure
+from jaxpipe.runtime import memory
 from jaxpipe.testing import assert_matches_unpipelined
 from models import gpt
 from models.attention import Attention
@@ -136,7 +136,7 @@ def test_streams_travel_between_stages_and_the_ends_exchange_one():
     counted = counting.sizes(pipeline(1), shapes, compute_bytes=4, remats=["none"])["none"]
     one_stream = 2 * LENGTH * WIDTH * 4
     assert (counted.message.at(2), counted.merged.at(2)) == (STREAMS * one_stream, one_stream)
-    program = HloProgram(measure.compiled(pipeline(2), shapes(4)).as_text())
+    program = HloProgram(memory.compiled(pipeline(2), shapes(4)).as_text())
     rows = list(itertools.chain.from_iterable(program.computations.values()))
     messages = {row.bytes for row in rows if row.opcode.startswith("collective-permute")}
     assert messages == {(STREAMS * one_stream,)}

@@ -10,7 +10,8 @@ import pytest
 from batches import batch_of
 
 import jaxpipe
-from jaxpipe.runtime.measure import layer_costs, traced_layers
+from jaxpipe.runtime.layer_costs import layer_costs
+from jaxpipe.runtime.tracing import traced_layers
 from jaxpipe.testing import assert_matches_unpipelined
 from models import hugging_face, vision_language
 from models.vision_language import VisionLanguageConfig

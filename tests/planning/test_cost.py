@@ -17,7 +17,7 @@ from jaxpipe.planning import cost, counting, devices, without_devices
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
-from jaxpipe.runtime.measure import buffers, tree_bytes
+from jaxpipe.runtime.memory import buffers, tree_bytes
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import device_clock
 from models.gpt import GPTConfig, init

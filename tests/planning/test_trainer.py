@@ -16,7 +16,7 @@ from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import Variant
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import Costs
-from train import checks, configured, plan
+from train import checks, pipeline_section, plan
 from train.command_line import parse
 from train.config import Config
 from train.modes import device_bytes
@@ -77,7 +77,7 @@ def test_configurations_are_read_and_plans_written_as_configurations(reader, tmp
 def test_a_schedule_is_chosen_for_a_mesh(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG.replace("stage: 3", "stage: 4, data: 1"))
-    config = configured.without_choice(parse(["--config", str(path)]).config)
+    config = pipeline_section.without_choice(parse(["--config", str(path)]).config)
     chosen, why = plan.choose(config)
     assert chosen.mesh == config.mesh
     assert chosen.train == config.train

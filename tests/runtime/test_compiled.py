@@ -17,9 +17,9 @@ import jaxpipe
 from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram, Instruction, is_around, pass_of
 from benchmarks.roofline import device_groups
-from jaxpipe.runtime import assembly, measure
-from jaxpipe.runtime.measure import buffers
-from jaxpipe.runtime.tick import fixed, prepare
+from jaxpipe.runtime import assembly, memory
+from jaxpipe.runtime.memory import buffers
+from jaxpipe.runtime.tick import prepare, setup
 from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
 
@@ -73,7 +73,7 @@ def step(*case, weights="stacked", config=CONFIG, data=DATA) -> Compiled:
 @functools.cache
 def compiled(case: tuple, weights: str, config: gpt.GPTConfig, data: int) -> Compiled:
     pipe = make_pipeline(*case, weights=weights, config=config, data=data)
-    return measure.compiled(pipe, batch(), updates=measure.PLAIN_UPDATES, options=AS_USED)
+    return memory.compiled(pipe, batch(), updates=memory.PLAIN_UPDATES, options=AS_USED)
 
 
 def program(*case, **given) -> HloProgram:
@@ -229,9 +229,9 @@ def layer_loops(compiled: HloProgram, body: str, last: Instruction) -> int:
 
 def test_late_messages_travel_while_the_layers_run_and_the_others_leave_after(monkeypatch):
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
-    monkeypatch.setattr(fixed, "FUSES_SLICES", False)  # one loop over layers for each pass
+    monkeypatch.setattr(setup, "FUSES_SLICES", False)  # one loop over layers for each pass
     pipe = make_pipeline("zb-v", "full", 0, microbatches=16)
-    compiled = HloProgram(measure.compiled(pipe, batch(16), options=AS_USED).as_text())
+    compiled = HloProgram(memory.compiled(pipe, batch(16), options=AS_USED).as_text())
     assert sum(layer_flops(compiled)) == 3 * FORWARD_FLOPS + RECOMPUTED_FLOPS["full"]
     body = compiled.tick_loop()
     rows = compiled.computations[body]
@@ -287,7 +287,7 @@ def test_a_step_copies_no_more_of_what_it_is_given_than_with_stacked_weights(zer
         pipe = toys.pipeline("tied", sizes={"stage": 4, "data": 2}, zero=zero, weights=weights)
         updates = optax.adam(1e-2), "step"
         shapes = toys.named("tied").batch(16)
-        text = measure.compiled(pipe, shapes, updates=updates, options=AS_USED).as_text()
+        text = memory.compiled(pipe, shapes, updates=updates, options=AS_USED).as_text()
         copied[weights] = text[text.index("ENTRY") :].count("copy(%param")
     assert copied["unrolled"] <= copied["stacked"]
 
@@ -312,7 +312,7 @@ def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
 
     def program() -> HloProgram:
         pipe = make_pipeline("zb-h1", "dots", 0, **given)
-        return HloProgram(measure.compiled(pipe, batch()).as_text())
+        return HloProgram(memory.compiled(pipe, batch()).as_text())
 
     known = program()
     assert not writes_in_slots(known)
@@ -329,10 +329,10 @@ def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
 def test_stacked_layers_are_slices_at_the_number_of_a_loop(monkeypatch):
     """XLA for GPUs reads and writes them where they lie if the loop's trips are known."""
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
-    monkeypatch.setattr(fixed, "FUSES_SLICES", True)
+    monkeypatch.setattr(setup, "FUSES_SLICES", True)
     config = dataclasses.replace(CONFIG, num_layers=3 * STAGES)
     pipe = make_pipeline("zb-h1", "dots", 0, data=1, config=config)
-    found = HloProgram(measure.compiled(pipe, batch(), options=AS_USED).as_text())
+    found = HloProgram(memory.compiled(pipe, batch(), options=AS_USED).as_text())
     layers = 3
     for loops in found.layer_loops().values():
         assert len(loops) == STAGES
@@ -340,7 +340,7 @@ def test_stacked_layers_are_slices_at_the_number_of_a_loop(monkeypatch):
             inside = found.reached(loop.calls["body"], into_loops=False)
             (over_layers,) = (row for row in inside if row.opcode == "while")
             assert f'"known_trip_count":{{"n":"{layers}"}}' in over_layers.text
-    kept = jax.tree.leaves([buffers(pipe, batch())[name] for name in fixed.RESIDUALS])
+    kept = jax.tree.leaves([buffers(pipe, batch())[name] for name in setup.RESIDUALS])
     assert {leaf.shape[0] for leaf in kept} == {layers}
 
 
@@ -357,9 +357,9 @@ def test_slots_are_known_while_the_program_does_not_grow_too_large(monkeypatch):
 
 def memory_is_predicted(name, remat, zero, **given) -> None:
     predicted = sum(
-        measure.predicted_bytes(make_pipeline(name, remat, zero, **given), batch()).values()
+        memory.predicted_bytes(make_pipeline(name, remat, zero, **given), batch()).values()
     )
-    compiled = measure.bytes_beside_arguments(step(name, remat, zero, **given))
+    compiled = memory.bytes_beside_arguments(step(name, remat, zero, **given))
     assert compiled == pytest.approx(predicted, rel=0.02)
 
 
@@ -399,8 +399,8 @@ def test_buffers_do_not_depend_on_the_number_of_microbatches():
 def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero):
     config = dataclasses.replace(CONFIG, num_layers=16)
     pipe, adam = make_pipeline(name, "full", zero, config=config, data=data), optax.adam(0.1)
-    predicted = measure.predicted_bytes(pipe, batch(), by_chunk=adam)
-    compiled = measure.compiled(pipe, batch(), updates=(adam, "chunk"), options=AS_USED)
-    assert measure.bytes_beside_arguments(compiled) == pytest.approx(
+    predicted = memory.predicted_bytes(pipe, batch(), by_chunk=adam)
+    compiled = memory.compiled(pipe, batch(), updates=(adam, "chunk"), options=AS_USED)
+    assert memory.bytes_beside_arguments(compiled) == pytest.approx(
         sum(predicted.values()), rel=0.02
     )

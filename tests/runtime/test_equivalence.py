@@ -17,8 +17,8 @@ from covering import covering, some
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.checks import num_layers
 from jaxpipe.runtime.layers.model import layer_key
-from jaxpipe.runtime.measure import buffers
-from jaxpipe.runtime.tick import fixed
+from jaxpipe.runtime.memory import buffers
+from jaxpipe.runtime.tick import setup
 from jaxpipe.schedule import Costs, catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")
@@ -88,7 +88,7 @@ def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, opt
         toys.compute_together(monkeypatch)
     if "tiles" in changes:
         monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
-    monkeypatch.setattr(fixed, "FUSES_SLICES", "slices" in changes)
+    monkeypatch.setattr(setup, "FUSES_SLICES", "slices" in changes)
     if "late" in changes:
         monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     pipe = toys.check(name, schedule, sizes, **options)

@@ -22,7 +22,7 @@ from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
 from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.tick.fixed import RESIDUALS_OF
+from jaxpipe.runtime.tick.setup import RESIDUALS_OF
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
 from models import gpt

@@ -16,7 +16,7 @@ from covering import some
 
 import jaxpipe
 from jaxpipe.runtime import assembly, indices
-from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.memory import buffers
 from jaxpipe.testing import assert_matches_unpipelined
 
 INDEXED = {"dynamic_slice", "dynamic_update_slice", "gather", "scatter", "scatter-add"}

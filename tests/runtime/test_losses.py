@@ -21,7 +21,7 @@ from toys import assert_close
 import jaxpipe
 from jaxpipe import Sum, Weighted, WithLoss, testing
 from jaxpipe.runtime.layers import losses
-from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.memory import buffers
 
 pytestmark = pytest.mark.pipeline
 

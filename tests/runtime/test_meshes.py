@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpipe
-from jaxpipe.runtime import measure
+from jaxpipe.runtime import memory
 from jaxpipe.runtime import mesh as meshes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -73,7 +73,7 @@ def test_shapes_and_the_program_that_predicts_memory_are_those_of_any_axes():
     own, same = pipeline(make_mesh(DATA_FIRST), zero=3), usual(4, zero=3)
     found = [jax.eval_shape(p.value_and_grad, p.placed_params, BATCH) for p in (own, same)]
     chex.assert_trees_all_equal_shapes(*found)
-    assert measure._smallest(own).axes == own.axes
+    assert memory._smallest(own).axes == own.axes
 
 
 def test_a_step_compiles_once_and_takes_batches_that_lie_on_the_mesh():

@@ -17,7 +17,7 @@ from compilations import refusal
 from flax import linen, nnx
 
 import jaxpipe
-from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.memory import buffers
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.pipeline import named_schedule
 

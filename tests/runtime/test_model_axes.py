@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpipe
 from jaxpipe.measure import layer_costs
-from jaxpipe.runtime.measure import buffers, tree_bytes
+from jaxpipe.runtime.memory import buffers, tree_bytes
 from jaxpipe.testing import assert_matches_unpipelined
 
 SPLIT, SIZES = toys.named("split"), {"stage": 2, "tensor": 2}

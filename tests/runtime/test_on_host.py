@@ -12,7 +12,7 @@ from covering import some
 
 import jaxpipe
 from jaxpipe.errors import refuse
-from jaxpipe.runtime import host, measure
+from jaxpipe.runtime import host, memory
 from jaxpipe.runtime.layout.placing import HOST_PARTS
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.offload import within_limit
@@ -179,21 +179,21 @@ def test_parts_of_what_waits_are_on_the_device_and_the_host():
         for given in ({}, {"residuals": 2.5})
     )
     batch = toys.named("tied", 8).batch(12)
-    whole, kept = measure.buffers(pipe, batch), measure.buffers(few, batch)
+    whole, kept = memory.buffers(pipe, batch), memory.buffers(few, batch)
     slots, parts = few.table.num_slots, few.table.residual_parts
     assert (slots["until_w"], parts, kept.keys() - whole.keys()) == (5, 2, {"moving"})
     names = ("until_b", "until_w")
-    before, after = (sum(measure.tree_bytes(all_of[n]) for n in names) for all_of in (whole, kept))
+    before, after = (sum(memory.tree_bytes(all_of[n]) for n in names) for all_of in (whole, kept))
     assert after * pipe.table.num_slots["until_w"] == before * 5
     of_layer = after / 5 / few.table.layers_per_chunk
-    assert of_layer / 2 <= measure.tree_bytes(kept["moving"]) <= of_layer / 2 + 64
+    assert of_layer / 2 <= memory.tree_bytes(kept["moving"]) <= of_layer / 2 + 64
 
 
 def test_a_limit_below_two_microbatches_is_predicted_too():
     """Although the program of two microbatches that is compiled for it keeps both."""
     given = {"num_layers": 8, "microbatches": 6, "residuals": 1.5}
     pipe = toys.pipeline("tied", "1f1b-v", {"stage": 2}, **given)
-    predicted = measure.predicted_bytes(pipe, toys.named("tied", 8).batch(6))
+    predicted = memory.predicted_bytes(pipe, toys.named("tied", 8).batch(6))
     assert predicted["working_set"] > 0
 
 
@@ -221,8 +221,8 @@ def equations(jaxpr):
 @pytest.mark.pipeline
 def test_all_that_f_keeps_lies_on_the_host_and_nothing_else():
     here, there = (pipeline("zb-v", residuals=place) for place in ("device", "host"))
-    kept = measure.buffers(here, BATCH)
-    assert kept.keys() - measure.buffers(there, BATCH).keys() == {"until_b", "until_w"}
+    kept = memory.buffers(here, BATCH)
+    assert kept.keys() - memory.buffers(there, BATCH).keys() == {"until_b", "until_w"}
     step = jax.make_jaxpr(there.value_and_grad)(there.placed_params, BATCH)
     made = [v.aval for eqn in equations(step.jaxpr) for v in eqn.outvars]
     on_host = {(v.shape, v.dtype) for v in made if v.memory_space == jax.memory.Space.Host}

@@ -13,7 +13,7 @@ from covering import some
 import jaxpipe
 from benchmarks.gpu_overlap import overlapped_one_f_one_b
 from benchmarks.hlo import HloProgram, scope_of
-from jaxpipe.runtime import assembly, measure, options
+from jaxpipe.runtime import assembly, memory, options
 from jaxpipe.runtime.layout.leaf import Leaf, most_shares, share_of
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.generators.dualpipe import dualpipe_v_published
@@ -83,7 +83,7 @@ def split(weights: str = "stacked", **given) -> jaxpipe.Pipeline:
 @pytest.mark.parametrize("weights", ["stacked", pytest.param("unrolled", marks=pytest.mark.slow)])
 def test_one_loop_has_the_matmuls_of_all_its_actions(weights):
     pipe, batch = split(weights, pair_layers=True), toys.named("split").batch(12)
-    compiled = measure.compiled(pipe, batch, updates=measure.PLAIN_UPDATES, options=AS_USED)
+    compiled = memory.compiled(pipe, batch, updates=memory.PLAIN_UPDATES, options=AS_USED)
     program, found = HloProgram(compiled.as_text()), collections.defaultdict(set)
     for body in program.tick_bodies().values():
         for loop in program.loops(body):
@@ -109,8 +109,8 @@ def test_predicted_memory_is_the_compiled_one():
         zero=3,
     )
     batch = {"tokens": jax.ShapeDtypeStruct((24, 17), jnp.int32)}
-    predicted = sum(measure.predicted_bytes(pipe, batch).values())
-    assert measure.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
+    predicted = sum(memory.predicted_bytes(pipe, batch).values())
+    assert memory.compiled_bytes(pipe, batch) == pytest.approx(predicted, rel=0.02)
 
 
 def test_pairs_are_the_default_where_matmuls_can_hide_what_layers_communicate(monkeypatch):
@@ -223,7 +223,7 @@ def test_a_step_moves_chunks_as_often_as_the_table_says_and_beside_layers(
     pipe = toys.pipeline("tied", schedule, toys.ON_DATA, **given)
     leaves = jax.tree.leaves(pipe.layout.layers.piece)
     split = sum(leaf.data_dim is not None for leaf in leaves)
-    program = HloProgram(measure.compiled(pipe, toys.named("tied").batch(32)).as_text())
+    program = HloProgram(memory.compiled(pipe, toys.named("tied").batch(32)).as_text())
     assert pipe.table.reduces.counts == (reduces,) * 2
     # All chunks but the last, or the first, move in shares: the arrays of each together.
     assert executed(pipe, program, "reduce-scatter") == 2 * (split + (reduces - 1) * count)

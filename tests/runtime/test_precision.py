@@ -20,7 +20,7 @@ from covering import some
 import jaxpipe
 from jaxpipe.runtime.float8 import E4M3, E5M2, quantize
 from jaxpipe.runtime.layers.split import split_layer
-from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.memory import buffers
 from models import blocks
 
 

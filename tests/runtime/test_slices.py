@@ -13,7 +13,7 @@ from covering import some
 import jaxpipe
 from benchmarks.studies.uneven_slices import in_runs
 from jaxpipe import testing
-from jaxpipe.runtime import measure
+from jaxpipe.runtime import tracing
 
 ROWS, LENGTH, WIDTH, LAYERS, TOKENS = 8, 16, 6, 8, 11
 
@@ -202,7 +202,7 @@ def test_outputs_and_gradients_by_inputs_are_those_of_sequences():
 def test_no_slice_keeps_a_copy_of_what_slices_append_to():
     for remat in ("none", "dots", "full"):
         pipe = _sliced("attention", remat=remat)
-        split = measure.traced_layers(pipe, _batch())[0].kinds[0].split
+        split = tracing.traced_layers(pipe, _batch())[0].kinds[0].split
         kept = [*split.until_b, *split.until_w, *split.crossing]
         assert (ROWS // 2, LENGTH, WIDTH) not in {leaf.shape for leaf in kept}
 

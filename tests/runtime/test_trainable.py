@@ -16,7 +16,7 @@ from toys import assert_close
 
 import jaxpipe
 from jaxpipe.runtime.filters import split_trainable
-from jaxpipe.runtime.measure import buffers
+from jaxpipe.runtime.memory import buffers
 from jaxpipe.runtime.trees import combine
 
 TOY = toys.named("adapted")

@@ -14,7 +14,7 @@ from covering import some
 
 import jaxpipe
 from jaxpipe import testing
-from jaxpipe.runtime.measure import compiled
+from jaxpipe.runtime.memory import compiled
 
 pytestmark = pytest.mark.pipeline
 

@@ -12,7 +12,7 @@ import yaml
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.formats import write_csv
 from jaxpipe.schedule.search import auto
-from train import checks, configured, errors, tasks, train
+from train import checks, errors, pipeline_section, tasks, train
 from train.command_line import Invocation
 from train.config import Config, Section
 from train.data.folder import META_FILE, TOKENIZER_FILE
@@ -187,10 +187,11 @@ def test_a_schedule_of_ones_own_is_what_the_trainer_runs(make, tmp_path):
     order = catalog.build("zb-h1", stages=2, microbatches=4)
     path.write_text(write_csv(order))
     one_f_one_b = "jaxpipe.schedule.generators.depth_first:one_f_one_b"
-    for name, orders in ((str(path), order.orders), (one_f_one_b, configured.order(make()).orders)):
+    built = pipeline_section.order(make())
+    for name, orders in ((str(path), order.orders), (one_f_one_b, built.orders)):
         config = make({"pipeline.schedule": name})
         assert checks.check(config) == []
-        assert configured.order(config).orders == orders
+        assert pipeline_section.order(config).orders == orders
     for fields, expected in (
         ({"mesh.stage": 4}, "is not a schedule for mesh.stage=4 and pipeline.microbatches=4"),
         ({"pipeline.microbatches": 8}, "Nearest valid: mesh.stage=2, pipeline.microbatches=4."),
@@ -210,7 +211,7 @@ def test_the_first_process_alone_searches(make, monkeypatch):
     (message,) = _messages(make(tight | {"pipeline.sequence_slices": 4}))
     assert "pipeline.memory_limit=1" in message
     with pytest.raises(pytest.fail.Exception):
-        configured.order(config)
+        pipeline_section.order(config)
 
 
 def test_wandb_is_only_needed_by_those_who_ask(make, monkeypatch):

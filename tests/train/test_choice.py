@@ -17,10 +17,10 @@ from jaxpipe.schedule.formats import to_json
 from jaxpipe.schedule.offload import kept_on_devices, parts_of
 from jaxpipe.schedule.partition import chunk_costs
 from jaxpipe.schedule.simulate import Costs, peak_in_flight
-from train import configured, loop, step
+from train import choice, loop, pipeline_section, step
+from train.choice import Choice
 from train.config import Config
 from train.config_file import load_yaml
-from train.configured import Choice
 from train.processes import distributed
 from train.step import Setup
 
@@ -38,7 +38,7 @@ def _config(task="gpt", **sections):
 
 def _choice(config):
     """The configured schedule, with as many layers in every chunk."""
-    order, layers = configured.order(config), config.num_layers
+    order, layers = pipeline_section.order(config), config.num_layers
     chunks = order.placement.num_virtual_stages
     return Choice(order, (layers // chunks,) * chunks, (1.0,) * layers, "split")
 
@@ -51,23 +51,23 @@ def path(tmp_path):
 @pytest.fixture
 def recorded(path):
     found = _choice(_config())
-    configured.write_choice(path, _config(), found)
+    choice.write_choice(path, _config(), found)
     return found
 
 
 def test_the_first_command_trains_with_little_bubble():
     config = Config(**load_yaml(Path("configs/gpt-tiny.yaml")))
-    schedule = configured.order(config)
+    schedule = pipeline_section.order(config)
     chunks = schedule.placement.num_virtual_stages
-    costs = chunk_costs(configured.costs(config), [1.0] * 8, [8 // chunks] * chunks)
+    costs = chunk_costs(pipeline_section.costs(config), [1.0] * 8, [8 // chunks] * chunks)
     assert device_clock(schedule, costs).bubble_ratio <= 0.12
 
 
 def test_auto_places_a_models_layers_unless_they_are_placed():
     few = {"microbatches": 2}
-    assert configured.order(_config(pipeline=few, costs={"message": 9.0})).num_chunks == 1
+    assert pipeline_section.order(_config(pipeline=few, costs={"message": 9.0})).num_chunks == 1
     placed = few | {"partition": "1,1,1,1"}
-    assert configured.order(_config(pipeline=placed)).num_chunks == 2
+    assert pipeline_section.order(_config(pipeline=placed)).num_chunks == 2
 
 
 def test_auto_may_keep_more_in_flight_than_devices_keep():
@@ -76,8 +76,8 @@ def test_auto_may_keep_more_in_flight_than_devices_keep():
     pipeline = {"microbatches": 16, "residuals": 1.5}
     for offload, more in ((0.5, True), (9.0, False)):
         config = _config(**shape, pipeline=pipeline, costs={"offload": offload})
-        schedule = configured.searched(config, [1.0] * 8)
-        kept = kept_on_devices(schedule, parts_of(offload, [configured.costs(config)]))
+        schedule = pipeline_section.searched(config, [1.0] * 8)
+        kept = kept_on_devices(schedule, parts_of(offload, [pipeline_section.costs(config)]))
         assert max(kept) <= 1.5 * schedule.num_chunks
         assert (max(peak_in_flight(schedule)) > 1.5 * schedule.num_chunks) == more
 
@@ -87,19 +87,19 @@ def test_auto_counts_that_later_slices_take_longer():
     sliced = {"mesh": {"stage": 4}, "pipeline": {"sequence_slices": 4}, "model": {"num_layers": 8}}
     for attention, chunks in ((0.0, 2), (0.5, 1)):
         config = _config(**sliced, costs={"attention": attention})
-        found = configured.searched(config, [1.0] * 8)
+        found = pipeline_section.searched(config, [1.0] * 8)
         assert (found.num_slices, found.num_chunks) == (4, chunks)
 
 
 def test_only_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded):
-    assert configured.read_choice(path, _config()) == recorded
+    assert choice.read_choice(path, _config()) == recorded
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     for section, fields in (
         *(("train", {"steps": 50}), ("train", {"batch_size": 16}), ("mesh", {"data": 2})),
         *(("optimizer", {"peak_lr": 0.1}), ("model", {"dropout": 0.1}), ("data", {"path": "b"})),
         ("pipeline", {"remat": "none"}),  # as before there was "auto"
     ):
-        assert configured.read_choice(path, _config(**{section: fields})) == recorded, fields
+        assert choice.read_choice(path, _config(**{section: fields})) == recorded, fields
     for section, fields in (
         *(("mesh", {"stage": 4}), ("model", {"num_layers": 8}), ("pipeline", {"microbatches": 8})),
         *(("pipeline", {"schedule": "1f1b"}), ("pipeline", {"chunks": 2})),
@@ -107,8 +107,8 @@ def test_only_a_setting_that_decides_has_the_schedule_chosen_anew(path, recorded
         ("pipeline", {"remat": "full"}),
         *(("costs", {"b": 2.0}), ("costs", {"message": 0.5})),
     ):
-        assert configured.read_choice(path, _config(**{section: fields})) is None, fields
-    assert configured.read_choice(path, _config("bert")) is None
+        assert choice.read_choice(path, _config(**{section: fields})) is None, fields
+    assert choice.read_choice(path, _config("bert")) is None
 
 
 def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
@@ -116,8 +116,8 @@ def test_a_field_of_a_newer_version_counts_as_its_default(path, recorded):
     del record["settings"]["pipeline.weight_slots"]
     record["settings"]["pipeline.forgotten"] = 3
     path.write_text(json.dumps(record))
-    assert configured.read_choice(path, _config()) == recorded
-    assert configured.read_choice(path, _config(pipeline={"weight_slots": 2})) is None
+    assert choice.read_choice(path, _config()) == recorded
+    assert choice.read_choice(path, _config(pipeline={"weight_slots": 2})) is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_resume_says_what_it_does_with_the_record(path, recorded, kind):
     elif kind != "whole":
         path.unlink()
     if kind == "of other settings":
-        configured.write_choice(path, _config(costs={"b": 2.0}), recorded)
+        choice.write_choice(path, _config(costs={"b": 2.0}), recorded)
     if kind == "a folder":
         path.mkdir()
     if kind == "nested":
@@ -163,7 +163,7 @@ def test_a_damaged_record_is_refused_in_one_line(path, recorded):
     ):
         path.write_text(json.dumps(record | {field: value}))
         with pytest.raises(ValueError, match=r"\A.+\Z"):  # one line, whatever is damaged
-            configured.read_choice(path, _config())
+            choice.read_choice(path, _config())
 
 
 def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
@@ -175,7 +175,7 @@ def test_no_damage_of_the_bytes_does_more_than_refuse(path, recorded):
         path.write_bytes(data)
         found = None
         with contextlib.suppress(ValueError):
-            found = configured.read_choice(path, _config())
+            found = choice.read_choice(path, _config())
         # A name or a cost that still fits may be another.
         assert found is None or found.schedule.orders == recorded.schedule.orders
 
@@ -184,11 +184,11 @@ def test_an_edited_schedule_of_a_users_own_is_read_anew(path, tmp_path):
     own = tmp_path / "own.csv"
     own.write_text("0F0,0B0,0F1,0B1\n,1F0,1B0,1F1,1B1\n")
     config = _config(pipeline={"schedule": str(own), "microbatches": 2})
-    configured.write_choice(path, config, _choice(config))
-    assert configured.read_choice(path, config) is not None
-    configured.order.cache_clear()
+    choice.write_choice(path, config, _choice(config))
+    assert choice.read_choice(path, config) is not None
+    pipeline_section.order.cache_clear()
     own.write_text("0F0,0F1,0B0,0B1\n,1F0,1F1,1B0,1B1\n")
-    assert configured.read_choice(path, config) is None
+    assert choice.read_choice(path, config) is None
 
 
 def test_a_program_keeps_what_was_recorded(monkeypatch):
@@ -201,7 +201,7 @@ def test_a_program_keeps_what_was_recorded(monkeypatch):
     def fail(*args, **options):
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(configured, "order", fail)
+    monkeypatch.setattr(pipeline_section, "order", fail)
     monkeypatch.setattr(step, "layer_costs", fail)
     monkeypatch.setattr(step, "end_costs", fail)
     for kept in choices:
@@ -223,10 +223,10 @@ def test_a_measured_partition_is_not_measured_again(monkeypatch, path):
     first = Setup(config)
     assert first.layer_counts == (1, 3)
     assert first.layer_costs == (27.0, 3.0, 3.0, 3.0)
-    configured.write_choice(path, config, first.choice)
+    choice.write_choice(path, config, first.choice)
     costs.reverse()
     assert Setup(config).layer_counts == (3, 1)
-    assert Setup(config, configured.read_choice(path, config)).layer_counts == (1, 3)
+    assert Setup(config, choice.read_choice(path, config)).layer_counts == (1, 3)
 
 
 def test_all_processes_use_the_choice_of_the_first(monkeypatch):
@@ -242,7 +242,7 @@ def test_the_layout_is_left_to_the_library_unless_one_must_be_stacked():
         ({"schedule": "pipemare"}, "stacked"),
         ({"weights": "unrolled"}, "unrolled"),
     ):
-        assert configured.weights(Config(pipeline=options)) == expected, options
+        assert pipeline_section.weights(Config(pipeline=options)) == expected, options
 
 
 def test_updates_by_chunk_keep_the_fewest_chunks():
@@ -252,5 +252,5 @@ def test_updates_by_chunk_keep_the_fewest_chunks():
         ({"update": "chunk", "weight_slots": 3}, 3),
         ({"weight_slots": 3}, 3),
     ):
-        assert configured.weight_slots(Config(pipeline=options)) == slots, options
-    assert configured.remat(Config(pipeline={"schedule": "pipemare"})) == "none"
+        assert pipeline_section.weight_slots(Config(pipeline=options)) == slots, options
+    assert pipeline_section.remat(Config(pipeline={"schedule": "pipemare"})) == "none"

@@ -11,11 +11,12 @@ from tiny_tasks import config
 
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.runtime import assembly
-from jaxpipe.runtime.measure import buffers, end_costs, layer_costs
+from jaxpipe.runtime.layer_costs import end_costs, layer_costs
+from jaxpipe.runtime.memory import buffers
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay
 from models import gpt
-from train import configured, dry_run
+from train import dry_run, pipeline_section
 from train.loop import headline
 from train.modes import Asynchronous, Synchronous
 from train.step import Setup
@@ -46,7 +47,7 @@ def costs_of_chunks(setup: Setup) -> np.ndarray:
     """Of every virtual stage: the FLOPs of its layers, and of what the ends compute beside them;
     the number of its layers where these are alike and all."""
     costs = np.ones(setup.task.num_layers)
-    at_ends = not setup.pipe.table.together and not configured.is_asynchronous(setup.config)
+    at_ends = not setup.pipe.table.together and not pipeline_section.is_asynchronous(setup.config)
     if isinstance(setup.shapes["layers"], tuple) or at_ends:
         rng = jax.eval_shape(lambda: setup.rng(0))
         parts = layer_costs(setup.pipe, setup.batch_shapes, rng)

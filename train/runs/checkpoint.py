@@ -17,7 +17,7 @@ import numpy as np
 from jaxpipe import Checkpoints
 from jaxpipe.checkpoint import DamagedError, Found, reading
 from models.types import PyTree
-from train import adapters, configured, tasks
+from train import adapters, pipeline_section, tasks
 from train.config import Config, upgraded
 from train.errors import Failure, in_yaml, refused
 from train.optimizers import AVERAGE
@@ -288,7 +288,7 @@ def changes(saved: dict[str, Any], config: Config) -> list[str]:
         *("pipeline.weights", "pipeline.weight_slots", "pipeline.residuals", "pipeline.gpu_flags"),
         *("pipeline.pair_layers", "optimizer.offload"),
     )
-    before, now = map(configured.recorded, (Config(**saved["config"]), config))
+    before, now = map(pipeline_section.recorded, (Config(**saved["config"]), config))
     return [
         f"{path} {before.get(path)} -> {now[path]}"  # another task's model has other fields
         for path in now

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from train import configured
+from train import pipeline_section
 from train.config import Config
 from train.errors import Failure
 
@@ -152,7 +152,7 @@ def failures(config: Config) -> Iterator[Failure]:
     every, pipeline = config.train.noise_every, config.pipeline
     if not every:
         return
-    if configured.is_asynchronous(config):
+    if pipeline_section.is_asynchronous(config):
         yield Failure(
             f"train.noise_every={every} compares gradients of the same weights, and those of "
             f"pipeline.schedule={pipeline.schedule} are of several. Nearest valid: "

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpipe import measure
 from jaxpipe.schedule import Timeline, page, timelines, trace
-from train import configured
+from train import pipeline_section
 from train.config import Config
 from train.errors import Failure, in_yaml, refused
 from train.runs import run_folder
@@ -24,7 +24,7 @@ STAGE_SECONDS = "stage_seconds"
 def failures(config: Config) -> Iterator[Failure]:
     """Says which steps cannot be recorded."""
     at = config.train.timeline_at
-    if at is not None and configured.is_asynchronous(config):
+    if at is not None and pipeline_section.is_asynchronous(config):
         yield Failure(
             f"train.timeline_at={at} cannot be combined with "
             f"pipeline.schedule='{config.pipeline.schedule}', which never drains: no call is a "

@@ -1,4 +1,4 @@
-"""The context of ticks: a run's setup, what no tick changes, what each hands on, and its actions.
+"""What ticks read: values that no tick changes, those that each hands on, and its actions.
 
 Three interfaces say what differs between programs: where weights come from (`WeightSource`), what
 becomes of gradients (`GradientSink`), and of what the head returns (`Collector`).
@@ -16,24 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import DictKey
 
 from jaxpipe.runtime.barriers import Carry, tie
-from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
-from jaxpipe.runtime.layers.model import Model, embed_layer, head_layer, layer_key
+from jaxpipe.runtime.layers.model import embed_layer, head_layer, layer_key
 from jaxpipe.runtime.layout.buffers import KnownSlots, Piece, SharedBuffers
 from jaxpipe.runtime.layout.data_axis import Joined
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
-from jaxpipe.runtime.layout.whole_model import SHARED, Layout
+from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
 from jaxpipe.runtime.tick.pieces import MovedPiece
-from jaxpipe.runtime.tick.stamps import Stamps
-from jaxpipe.runtime.tick.watch import Watch
+from jaxpipe.runtime.tick.setup import CARRY, RESIDUALS_OF, RESIDUALS_OF_F, Setup, mean_scale
 from jaxpipe.runtime.trees import combine, divide, joined, widened
 from jaxpipe.runtime.types import (
     Activation,
@@ -64,121 +60,7 @@ from jaxpipe.schedule.lowering.table import (
     Transfer,
 )
 
-RESIDUALS_OF_F = ("until_b", "until_w")
-RESIDUALS = (*RESIDUALS_OF_F, "crossing")
-"""What a layer leaves behind: for B, for B and W, and from B to W."""
-ON_HOST = "on_host"
-"""Residuals of F that have left the device."""
-RESIDUALS_OF = {
-    Kind.F: RESIDUALS_OF_F,
-    Kind.R: RESIDUALS_OF_F,
-    Kind.B: RESIDUALS,
-    Kind.BW: RESIDUALS_OF_F,
-    Kind.W: ("until_w", "crossing"),
-}
-"""Names of the residuals that an action reads or writes."""
-FUSES_SLICES = jax.__version_info__ >= (0, 12)
-"""Whether XLA for GPUs lets matmuls read and write slices of a stack where they lie."""
-CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
-"""Values that it hands from slice to slice of a sequence, and their cotangents."""
-
 jax.tree_util.register_dataclass(Cell)  # here, since the schedule layer knows no jax
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """Everything about a run that is known before it is traced.
-
-    Args:
-      layout: where the parameters that are trained live, as a device has them: `Layout.local`.
-      frozen: where the others live, likewise; None if all are trained.
-      states: where the layers' states live, or None for a model without.
-      compute: dtypes that layers compute in, a tree like a piece for each of `layouts`; None for
-        those of the parameters. Weights in `E4M3` are quantized.
-      outputs: collect what `Model.output` returns, not the loss; forward only.
-      totals: return what adds up over batches, not its means; forward only.
-      inputs: numbers of the batch's arrays whose gradients are wanted.
-      leaves: the kind of forward that leaves residuals.
-      early: whether B does what belongs to W where less then crosses; not where W follows at once.
-      overlaps: whether devices communicate while they compute.
-      cells_in_table: whether the table has every cell that ticks run.
-      stamps: where the host notes when cells begin and end; None for a step that is not measured.
-      watch: where the host notes what is not finite; None for a step that is not watched.
-    """
-
-    model: Model
-    layout: Layout
-    frozen: Layout | None
-    table: TickTable
-    options: Options
-    states: LayerLayout | None = None
-    compute: Sequence[Tree] | None = None
-    outputs: bool = False
-    totals: bool = False
-    inputs: tuple[int, ...] = ()
-    leaves: Kind = Kind.F
-    early: bool = True
-    overlaps: bool = True
-    cells_in_table: bool = True
-    tiled: bool = False
-    stamps: Stamps | None = None
-    watch: Watch | None = None
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """The layouts of all parameters: `layout`, and `frozen` if there is one."""
-        return [self.layout] if self.frozen is None else [self.layout, self.frozen]
-
-    @property
-    def layer_layouts(self) -> list[LayerLayout]:
-        return [layout.layers for layout in self.layouts]
-
-    @property
-    def shares(self) -> bool:
-        """Whether layers share parameters."""
-        return SHARED in self.layout.outer
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether matmuls run in 8-bit floats."""
-        return self.options.fp8 != ()
-
-    @property
-    def quantized(self) -> list[str | None]:
-        """Names of a layer's quantized weights, in the order of its parameters, None for others."""
-        if self.compute is None or not self.quantizes:
-            return []
-        dtypes = jax.tree.leaves_with_path(functools.reduce(combine, self.compute))
-        return [
-            name_of((DictKey("layers"), *path)) if dtype == E4M3 else None for path, dtype in dtypes
-        ]
-
-    @property
-    def pairs(self) -> Pairs:
-        """The actions whose layers share a loop: none where cells are measured one by one."""
-        together = self.options.pair_layers and self.stamps is None
-        return self.table.pairs if together else {}
-
-    @property
-    def knows_chunks(self) -> bool:
-        """Whether an action has a loop for every chunk, in which the chunk's layers are unrolled,
-        or loop with trips that are known: on GPUs, unless pairs leave a part of a chunk to run.
-
-        Stacked layers gain where XLA fuses slices whose place follows from a loop's number into
-        matmuls. XLA for CPUs gains nothing, and keeps what several layers of a chunk compute.
-        """
-        layers = self.layout.layers
-        on_gpu = self.overlaps and not self.tiled and self.cells_in_table
-        gains = layers.own_arrays or (layers.in_rows and FUSES_SLICES)
-        return on_gpu and gains and not self.pairs
-
-    @property
-    def num_slices(self) -> int:
-        return self.table.schedule.num_slices
-
-    @property
-    def trains(self) -> bool:
-        return bool(self.table.passes.keys() & {Kind.B, Kind.BW})
 
 
 class Collector(Protocol):
@@ -683,11 +565,6 @@ class GradientSink(abc.ABC):
 def context_of(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
     rows, rng, number = batch.at(i)
     return rows, layer_key(rng, microbatch=number, shard=shard, layer=layer)
-
-
-def mean_scale(setup: Setup) -> float:
-    """The cotangent of what is averaged over microbatches and the devices of a stage."""
-    return 1 / (setup.table.schedule.num_passes * lax.axis_size(setup.layout.axes.peers))
 
 
 def losses_of_layers(layers: Layers) -> list[Shapes]:

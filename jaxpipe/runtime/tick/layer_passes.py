@@ -23,18 +23,10 @@ from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.layout.layer_layout import Body
-from jaxpipe.runtime.tick.fixed import (
-    CARRY,
-    CARRY_GRADIENT,
-    ON_HOST,
-    RESIDUALS_OF_F,
-    Carried,
-    Fixed,
-    LayerWork,
-    Work,
-)
+from jaxpipe.runtime.tick.fixed import Carried, Fixed, LayerWork, Work
 from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.setup import CARRY, CARRY_GRADIENT, ON_HOST, RESIDUALS_OF_F
 from jaxpipe.runtime.trees import joined, parted, widened
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind

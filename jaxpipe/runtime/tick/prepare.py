@@ -21,22 +21,24 @@ from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.tick.fixed import (
+    Collector,
+    Fixed,
+    GradientSink,
+    WeightSource,
+    context_of,
+    losses_of_layers,
+)
+from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.outer_phases import Losses, Outputs, check_output
+from jaxpipe.runtime.tick.setup import (
     CARRY,
     CARRY_GRADIENT,
     ON_HOST,
     RESIDUALS,
     RESIDUALS_OF_F,
-    Collector,
-    Fixed,
-    GradientSink,
     Setup,
-    WeightSource,
-    context_of,
-    losses_of_layers,
     mean_scale,
 )
-from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.outer_phases import Losses, Outputs, check_output
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import (
     Activation,

@@ -10,7 +10,7 @@ from synthetic import synthetic
 
 from jaxpipe import cli
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import cost, devices, measuring
+from jaxpipe.planning import cost, devices, measured_peaks
 from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.runtime.zero import Zero
 
@@ -54,7 +54,7 @@ def test_the_command_measures_and_plans_read_its_file(tmp_path, capsys, monkeypa
     assert jax.device_count() == 8  # those of conftest.py, before a command simulates fewer
     out, sizes = tmp_path / "measured.json", tmp_path / "sizes.json"
     sizes.write_text(MODEL.to_json())
-    monkeypatch.setattr(measuring, "_ON_CPUS", (64, "float32", 2**18, 2**16))  # far from a peak
+    monkeypatch.setattr(measured_peaks, "_ON_CPUS", (64, "float32", 2**18, 2**16))
     assert cli.main(["measure", "--out", str(out), "--devices", "2"]) == 0
     assert "of gathers and reductions" in capsys.readouterr().out
     device = devices.find(str(out))

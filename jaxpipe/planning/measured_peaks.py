@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.planning.devices import Peaks
-from jaxpipe.runtime.measure import run_seconds
+from jaxpipe.runtime.layer_costs import run_seconds
 from jaxpipe.runtime.types import Tree
 
 _AXIS = "devices"
