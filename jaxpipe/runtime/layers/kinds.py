@@ -99,7 +99,7 @@ def sort_layers(
         activations.setdefault(form_of(activation), bare_shapes(activation))
         return list(activations).index(form_of(activation))
 
-    embedded = x
+    embedded = bare_shapes(x)
     first = here = number(jax.eval_shape(model.spread, embedded), -1)
     for n, layer_params in enumerate(params):
         function = model.layer_function(n)
@@ -145,7 +145,7 @@ def sort_layers(
         kind_of.append(seen[key])
         here, flows = kinds[seen[key]].y, kinds[seen[key]].flows
     shapes = tuple(activations.values())
-    merged = jax.eval_shape(model.merge, shapes[here])
+    merged = bare_shapes(jax.eval_shape(model.merge, shapes[here]))
     return Layers(tuple(kinds), tuple(kind_of), shapes, first, here, embedded, merged)
 
 
