@@ -287,7 +287,7 @@ def tick(
     row = row._replace(outer=runs)
     # Before the first tick nothing was sent.
     sent = {} if parts.first else carried.sent
-    arriving = send_late(fixed.table, parts, sent, fixed.axes)
+    arriving = send_late(fixed, parts, sent)
     if fixed.table.gathers.whole:
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
     if parts.forward:

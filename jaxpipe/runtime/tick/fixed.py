@@ -169,6 +169,10 @@ class Fixed:
         `TickTable.runs`."""
         return self.table.runs(**self._moves)
 
+    def runs_once(self, parts: BodyParts) -> bool:
+        """Whether a single tick has these parts: XLA leaves out its loop."""
+        return self.table.parts(**self._moves).count(parts) == 1
+
     @property
     def _moves(self) -> dict[str, bool]:
         """Arguments of `TickTable.runs` that say which transfers over data a step has."""

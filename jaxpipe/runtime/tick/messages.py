@@ -17,7 +17,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxpipe.runtime.barriers import tie
 from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.tick.fixed import Carried
+from jaxpipe.runtime.tick.fixed import Carried, Fixed
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, Edges, Row, TickTable
@@ -33,20 +33,20 @@ def send(message: Message, edges: Edges, axes: Axes) -> Message:
     return [lax.ppermute(w, axes.stage, edges) for w in message]
 
 
-def send_late(
-    table: TickTable, parts: BodyParts, sent: dict[Kind, Message], axes: Axes
-) -> list[Message | None]:
+def send_late(fixed: Fixed, parts: BodyParts, sent: dict[Kind, Message]) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run.
 
     XLA for GPUs has a stream for messages between two devices. On the stream of other collectives
-    they would wait for what moves over data in the same tick, or it for them.
+    they would wait for what moves over data in the same tick, or it for them. In a body that runs
+    once, XLA would then make room for what is reduced at the start of the step.
     """
-    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+    shares = parts.reduce and fixed.runs_once(parts)
+    with set_xla_metadata(**({} if shares else {"_xla_gpu_collective_stream": "p2p"})):
         return [
-            send(sent[c.kind], c.late_edges, axes)
+            send(sent[c.kind], c.late_edges, fixed.axes)
             if c.late_edges and c.kind in sent and parts.has(c.kind)
             else None
-            for c in table.channels
+            for c in fixed.table.channels
         ]
 
 
