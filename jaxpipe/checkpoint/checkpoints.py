@@ -28,9 +28,9 @@ import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from jaxpipe.checkpoint import recovery
+from jaxpipe.checkpoint import integrity
+from jaxpipe.checkpoint.integrity import DATA, RUN, STATE, DamagedError, Fetch, Found
 from jaxpipe.checkpoint.processes import from_first
-from jaxpipe.checkpoint.recovery import DATA, RUN, STATE, DamagedError, Fetch, Found
 from jaxpipe.files import read_json
 from jaxpipe.runtime.layout.placed import Placed, orders
 from jaxpipe.runtime.layout.placing import Placing
@@ -147,9 +147,9 @@ class Checkpoints:
 
         Only process 0 decides which are damaged, so that all processes resume from the same step.
         """
-        find = functools.partial(recovery.find, self._folder, self._fetch)
+        find = functools.partial(integrity.find, self._folder, self._fetch)
         latest, damaged = from_first(find)  # lists, after a round trip through JSON
-        return Found(latest, tuple(itertools.starmap(recovery.Damaged, damaged)))
+        return Found(latest, tuple(itertools.starmap(integrity.Damaged, damaged)))
 
     @property
     def latest(self) -> int | None:
@@ -159,7 +159,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Every step that has a checkpoint, whole or not, in ascending order."""
-        return recovery.steps(self._folder)
+        return integrity.steps(self._folder)
 
     @property
     def best(self) -> int | None:
@@ -172,7 +172,7 @@ class Checkpoints:
     def shapes(self, step: int) -> Shapes:
         """Shapes and dtypes of the saved arrays, in dictionaries and lists."""
         folder, handler = self._folder / str(step), ocp.PyTreeCheckpointHandler()
-        with recovery.reading(f"the checkpoint {folder}"):
+        with integrity.reading(f"the checkpoint {folder}"):
             saved = _object(handler.metadata(folder / STATE).tree)
             handler.close()
             return bare_shapes(saved)
@@ -274,7 +274,7 @@ class Checkpoints:
         ]
         # A run's folder in place of that of its checkpoints, or the folder of one step.
         near += [*self._folder.glob("*"), parent]
-        listed = ", ".join(str(path) for path in near if recovery.steps(path))
+        listed = ", ".join(str(path) for path in near if integrity.steps(path))
         hint = f" Nearest with checkpoints: {listed}." if listed else ""
         if self._read_only and not self._folder.is_dir():
             refuse([f"{name} does not exist, and read_only=True makes none.{hint}"])
@@ -301,7 +301,7 @@ class Checkpoints:
         if self._fetch is not None:
             self._fetch(step)
         try:
-            recovery.verify(self._folder / str(step))
+            integrity.verify(self._folder / str(step))
         except DamagedError as error:
             return str(error)
         return None
@@ -416,7 +416,7 @@ class Checkpoints:
         # What the folder held at first is moved once: later, its steps may be saved again.
         damaged = self.found.damaged if self._manager is None else ()
         self._left = False
-        from_first(lambda: recovery.move_aside(self._folder, damaged))
+        from_first(lambda: integrity.move_aside(self._folder, damaged))
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=ocp.CheckpointManagerOptions(
@@ -440,7 +440,7 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         (written,) = self._folder.glob(f"{self._writing}{ocp.utils.TMP_DIR_SUFFIX}*")
-        recovery.write_checksums(written, self._writing)
+        integrity.write_checksums(written, self._writing)
 
 
 _WRITERS: dict[Path, Checkpoints] = {}
@@ -476,7 +476,7 @@ def _orders(arrays: Tree) -> dict[str, str]:
 
 def _restore(folder: Path, **items: ocp.args.CheckpointArgs) -> dict[str, Any]:
     with (
-        recovery.reading(f"the checkpoint {folder}"),
+        integrity.reading(f"the checkpoint {folder}"),
         ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader,
     ):
         restored = reader.restore(folder, args=ocp.args.Composite(**items))
@@ -550,8 +550,8 @@ def _loss(folder: Path, metrics: Mapping[str, float] | None = None) -> float:
     try:
         if metrics is None:
             metrics = read_json(folder / LOSS_FILE)
-            if (folder / recovery.CHECKSUMS_FILE).exists():
-                recovery.verify_checksums(folder, [LOSS_FILE])
+            if (folder / integrity.CHECKSUMS_FILE).exists():
+                integrity.verify_checksums(folder, [LOSS_FILE])
         return loss if math.isfinite(loss := metrics[_EVAL_LOSS]) else math.inf
     except (OSError, ValueError, KeyError, TypeError, DamagedError):
         return math.inf

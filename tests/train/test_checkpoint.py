@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpipe import Checkpoints
-from jaxpipe.checkpoint import recovery
+from jaxpipe.checkpoint import integrity
 from train.config import Config
 from train.data import stream
 from train.data.text import Windows
@@ -247,7 +247,7 @@ def test_what_is_no_checkpoint_is_skipped(folder, make, reason):
 
 def test_a_record_of_checksums_is_not_trusted(folder):
     """A name in it commands no terminal, none of no file is whole, and older ones have no sizes."""
-    path = folder / "2" / recovery.CHECKSUMS_FILE
+    path = folder / "2" / integrity.CHECKSUMS_FILE
     record = json.loads(path.read_text())
     files = record["files"] | {"data/\x1b[31mred": [0, 0]}
     path.write_text(json.dumps(record | {"files": files}))
@@ -280,8 +280,8 @@ def _resume(folder, item, text):
     """Continues checkpoint 2 with another text in one of its files, and the right checksums."""
     (folder / "2" / "run" / "metadata").write_text(json.dumps(_RUN))
     (folder / "2" / item / ("_METADATA" if item == "state" else "metadata")).write_text(text)
-    (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
-    recovery.write_checksums(folder / "2", 2)
+    (folder / "2" / integrity.CHECKSUMS_FILE).unlink()
+    integrity.write_checksums(folder / "2", 2)
     checkpoints = Checkpoints(folder, read_only=True)
     assert checkpoints.latest == 2
     checkpoint.description(checkpoints, 2)
@@ -300,7 +300,7 @@ def test_what_no_run_has_written_is_one_line_whatever_its_checksum(folder, item,
 
 
 def test_a_link_to_nowhere_is_not_replaced(folder):
-    (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
+    (folder / "2" / integrity.CHECKSUMS_FILE).unlink()
     (folder / "2.damaged").symlink_to(folder / "nowhere")
     assert _opened(folder, keep=1)[0] == 1
     assert (folder / "2.damaged").is_symlink()
@@ -323,7 +323,7 @@ def test_other_names_are_no_steps(folder):
 
 
 def test_no_whole_one_is_refused_in_one_line(folder):
-    (folder / "2" / recovery.CHECKSUMS_FILE).unlink()
+    (folder / "2" / integrity.CHECKSUMS_FILE).unlink()
     shutil.rmtree(folder / "1" / "state")
     with Checkpoints(folder, read_only=True) as checkpoints:
         assert checkpoints.latest is None
