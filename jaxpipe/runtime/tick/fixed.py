@@ -27,8 +27,8 @@ from jaxpipe.runtime.layout.data_axis import Joined
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.tick.chunk_pieces import MovedPiece
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
-from jaxpipe.runtime.tick.pieces import MovedPiece
 from jaxpipe.runtime.tick.setup import CARRY, RESIDUALS_OF, RESIDUALS_OF_F, Setup, mean_scale
 from jaxpipe.runtime.trees import combine, divide, joined, widened
 from jaxpipe.runtime.types import (

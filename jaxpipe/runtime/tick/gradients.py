@@ -19,8 +19,8 @@ from jaxpipe.runtime.layout.data_axis import (
 from jaxpipe.runtime.layout.leaf import Share, share_of
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED
+from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork
-from jaxpipe.runtime.tick.pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.zero import Zero

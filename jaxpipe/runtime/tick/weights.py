@@ -20,8 +20,8 @@ from jaxpipe.runtime.layout.data_axis import (
 )
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
 from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
+from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, WeightSource
-from jaxpipe.runtime.tick.pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.tick.setup import Setup
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, OuterParams, Shapes, Stored, Tree
