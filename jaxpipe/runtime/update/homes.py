@@ -37,7 +37,9 @@ class AtHome(NamedTuple):
 class Homes:
     """Every device is a home of the one layer at work, outside such a `jax.vmap`."""
 
-    groups: int = 1
+    @property
+    def groups(self) -> int:
+        return 1
 
     def fetch(self, part: jax.Array, cut: Cut, group: int) -> jax.Array:
         return cut.whole(part)
@@ -71,7 +73,7 @@ class SeparateHomes(Homes):
         return math.prod(self.sizes)
 
     @property
-    def groups(self) -> int:  # type: ignore[override]
+    def groups(self) -> int:
         return self.count // self.layers
 
     def bind(self, eqn: Eqn, operands: Arrays, group: int) -> Arrays:
