@@ -8,8 +8,8 @@
 
 One table serves source, target and output. ``{"source", "target"}`` travels between layers: an
 encoder layer leaves the target unchanged, a decoder layer the source. Weights are float32; matmuls
-run in ``config.dtype``. Dimension suffixes: B rows, S source length, T target length, E width, K
-beams, V vocabulary.
+run in ``config.dtype``. Dimension suffixes: B rows, S source length, T target length, E width, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The encoder-decoder: shapes, masks, sizes, the loss, and decoding against brute force."""
+"""The encoder-decoder: shapes, masks, sizes, the loss, and greedy decoding."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 import jaxpipe
 from models import transformer
 from models.transformer import TransformerConfig
-from models.translate import beam_search, greedy
+from models.translate import greedy
 
 pytestmark = pytest.mark.pipeline
 
@@ -115,48 +114,6 @@ def source():
     return jnp.array([[3, 4, 5, 5], [5, 3, 0, 0], [4, 4, 4, 0]])
 
 
-def scored_hypotheses(params, source_row, *, max_length, length_penalty):
-    """Every translation of one row with its worth, best first, from plain logits."""
-    config = SHORT
-    letters = [t for t in range(config.vocab_size) if t not in (config.pad_id, config.begin_id)]
-    full = [
-        row
-        for row in itertools.product(letters, repeat=max_length)
-        # After the end mark everything is the same hypothesis.
-        if config.end_id not in row or set(row[row.index(config.end_id) :]) == {config.end_id}
-    ]
-    targets = jnp.array([[config.begin_id, *row[:-1]] for row in full])
-    sources = jnp.broadcast_to(source_row, (len(full), len(source_row)))
-    log_probs = np.asarray(jax.nn.log_softmax(logits(config, params, sources, targets)))
-    found = []
-    for row, scores in zip(full, log_probs, strict=True):
-        length = row.index(config.end_id) + 1 if config.end_id in row else max_length
-        total = sum(scores[i, row[i]] for i in range(length))
-        padded = row[:length] + (config.pad_id,) * (max_length - length)
-        found.append((total / ((5 + length) / 6) ** length_penalty, padded))
-    return sorted(found, reverse=True)
-
-
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
-def test_a_wide_beam_finds_the_best_of_all_translations(sharp, source, length_penalty):
-    options = {"max_length": 4, "length_penalty": length_penalty}
-    # 4 letters at 4 places: no more than 256 hypotheses exist, so nothing is ever dropped.
-    found = beam_search(SHORT, sharp, source, num_beams=256, **options)
-    for row in range(len(source)):
-        expected = scored_hypotheses(sharp, source[row], **options)
-        count = len(expected)
-        np.testing.assert_allclose(
-            found.scores[row, :count], [score for score, _ in expected], rtol=1e-4
-        )
-        assert (found.scores[row, count:] == -jnp.inf).all()
-        assert tuple(found.tokens[row, 0].tolist()) == expected[0][1]
-
-
-def test_width_one_is_greedy(sharp, source):
-    beams = beam_search(SHORT, sharp, source, max_length=8, num_beams=1)
-    np.testing.assert_array_equal(beams.tokens[:, 0], greedy(SHORT, sharp, source, max_length=8))
-
-
 def test_greedy_tokens_are_the_likeliest_after_each_prefix(sharp, source):
     tokens = np.asarray(greedy(SHORT, sharp, source, max_length=8))
     begun = np.concatenate([np.full((len(source), 1), SHORT.begin_id), tokens], axis=1)
@@ -167,17 +124,3 @@ def test_greedy_tokens_are_the_likeliest_after_each_prefix(sharp, source):
         length = ends[0] + 1 if len(ends) else len(row)
         np.testing.assert_array_equal(row[:length], likeliest[:length])
         assert (row[length:] == SHORT.pad_id).all()
-
-
-def test_scores_of_a_narrow_beam_are_those_of_its_tokens(sharp, source):
-    wide = beam_search(SHORT, sharp, source, max_length=4, num_beams=4)
-    assert (jnp.diff(wide.scores, axis=1) <= 0).all()
-    for row in range(len(source)):
-        known = {
-            tokens: score
-            for score, tokens in scored_hypotheses(
-                sharp, source[row], max_length=4, length_penalty=0.6
-            )
-        }
-        for tokens, score in zip(wide.tokens[row].tolist(), wide.scores[row], strict=True):
-            np.testing.assert_allclose(score, known[tuple(tokens)], rtol=1e-4)
