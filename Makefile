@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONFIG ?= configs/gpt-tiny.yaml
 
-.PHONY: help setup train test test-fast test-all test-faults test-parity test-easydel test-browser test-newest lint types bench study-pipemare gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload gpu-slices tpu-environment tpu-compile plan-memory published figures docs lock
+.PHONY: help setup train test test-fast test-all test-faults test-parity test-easydel test-browser test-newest lint types bench study-pipemare gpu-environment gpu-check gpu-compile gpu-roofline gpu-offload tpu-environment tpu-compile plan-memory published figures docs lock
 
 help:  # this list
 	@grep -hoE '^[a-z%-]+:.*  # .*' $(MAKEFILE_LIST) | awk -F':.*  # ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -109,9 +109,6 @@ gpu-compile: gpu-environment  # programs compiled for GPUs, without one
 
 gpu-offload: gpu-environment
 	$(VENV)-gpu/bin/python benchmarks/gpu_offload.py
-
-gpu-slices: gpu-environment
-	$(VENV)-gpu/bin/python benchmarks/gpu_slices.py $(ARGS)
 
 # libtpu, which compiles for TPUs that are not there.
 tpu-environment: setup

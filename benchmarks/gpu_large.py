@@ -4,20 +4,22 @@ Llama 70B on 64 hosts of 8 H100s: 8 stages x 8 data shards x 8 tensor devices, a
 group; or for four times longer sequences 8 stages x 2 data shards x 4 context x 8 tensor devices.
 Llama 405B on 512 hosts: 16 stages x 32 data shards x 8 tensor devices. Or a mixture of 67B
 parameters, of which a token uses 2B, on 8 hosts: 8 stages x 8 data shards that split the experts, a
-host per stage. Printed are the compiled step's bytes per device,
-its arguments and what it takes beside them, as `jaxpipe.measure.predicted_bytes` predicts it, and
-which collectives leave a host.
+host per stage. Or Llama 2 7B on 8 stages with sequences of 131,072 tokens, whole or in slices.
+Printed are the compiled step's bytes per device, its arguments and what it takes beside them, as
+`jaxpipe.measure.predicted_bytes` predicts it, and which collectives leave a host.
 
     .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-70b
     .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-70b-16k
     .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-405b
     .venv-gpu/bin/python benchmarks/gpu_large.py --model mixture-67b
+    .venv-gpu/bin/python benchmarks/gpu_large.py --model llama-2-7b --microbatches 8 --slices 16
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import math
 import os
@@ -34,7 +36,7 @@ import jax
 import numpy as np
 
 import jaxpipe
-from jaxpipe.planning.without_devices import GPUS_PER_HOST, h100s, use_gpu_flags
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, h100s, use_gpu_flags
 from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 
@@ -50,6 +52,10 @@ MIXTURE_67B = gpt.GPTConfig(
     num_kv_heads=4, tied=False, dtype="bfloat16", num_experts=256, experts_per_token=4,
     expert_width=1312, capacity_factor=1.25, balance_loss=0.01,
 )  # fmt: skip
+LLAMA_2_7B = gpt.GPTConfig(
+    vocab_size=32_000, sequence_length=128 * 1024, num_layers=32, width=4096, num_heads=32,
+    mlp_width=11_008, tied=False, dtype="bfloat16",
+)  # fmt: skip
 MODELS = {
     "llama-70b": (LLAMA_70B, {"stage": 8, "data": 8, "tensor": 8}),
     "llama-70b-16k": (
@@ -58,6 +64,7 @@ MODELS = {
     ),
     "llama-405b": (LLAMA_405B, {"stage": 16, "data": 32, "tensor": 8}),
     "mixture-67b": (MIXTURE_67B, {"stage": 8, "data": 8, "expert": 8}),
+    "llama-2-7b": (LLAMA_2_7B, {"stage": 8, "data": 1}),
 }
 
 
@@ -105,17 +112,24 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b-fused")
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--zero", type=int, default=3)
+    parser.add_argument("--remat", default="full")
+    parser.add_argument("--slices", type=int, help="of a sequence, with the attention of cuDNN")
     args = parser.parse_args()
     use_gpu_flags()
     config, sizes = MODELS[args.model]
     sizes = args.mesh or sizes
     print(f"{gpt.num_parameters(config) / 1e9:.1f}B parameters")
-    options = {name: getattr(args, name) for name in ("schedule", "microbatches", "zero")}
-    pipe = pipeline(config, sizes, **options)
-    shape = sizes["data"] * args.microbatches, config.sequence_length + 1
-    batch = {"tokens": jax.ShapeDtypeStruct(shape, "int32")}
+    schedule = jaxpipe.schedules.build(
+        args.schedule, stages=sizes["stage"], microbatches=args.microbatches, slices=args.slices
+    )
+    pipe = pipeline(config, sizes, schedule=schedule, zero=args.zero, remat=args.remat)
+    rows, length = sizes["data"] * args.microbatches, config.sequence_length
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, length + 1), "int32")}
+    if args.slices:
+        batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((rows, length), "int32"))
     began = time.perf_counter()
-    step = compiled(pipe, batch, updates=PLAIN_UPDATES)
+    with attention_of_gpus() if args.slices else contextlib.nullcontext():
+        step, parts = compiled(pipe, batch, updates=PLAIN_UPDATES), predicted_bytes(pipe, batch)
     print(f"compiled for {pipe.mesh.size} H100s in {time.perf_counter() - began:.0f} s", flush=True)
     memory = step.memory_analysis()
     kept = bytes_beside_arguments(step)
@@ -127,7 +141,6 @@ def main() -> None:
         counts[f"{name} in groups of {members.shape[1]} {where}"] += 1
     for what, count in sorted(counts.items()):
         print(f"  {count} {what}", flush=True)
-    parts = predicted_bytes(pipe, batch)
     print(f"predicted step {sum(parts.values()) / 1e9:.2f} GB")
     for name, size in parts.items():
         print(f"  {name} {size / 1e9:.3f} GB")
