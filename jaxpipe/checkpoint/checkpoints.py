@@ -193,8 +193,8 @@ class Checkpoints:
     ) -> None:
         """Starts to save a training run; returns as soon as training may continue.
 
-        Arrays are copied to host memory in canonical order, an eighth at a time, of which each
-        device holds its share. They stay there until the files are written.
+        Arrays are copied to host memory in canonical order, an eighth or 64 MiB at a time, of which
+        each device holds its share. They stay there until the files are written.
 
         Args:
           step: optimizer steps done.

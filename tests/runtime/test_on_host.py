@@ -13,7 +13,7 @@ from covering import some
 import jaxpipe
 from jaxpipe.errors import refuse
 from jaxpipe.runtime import host, memory
-from jaxpipe.runtime.layout.placing import HOST_PARTS
+from jaxpipe.runtime.layout import placing as placings
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.offload import within_limit
 
@@ -121,9 +121,13 @@ def test_devices_without_such_memory_are_refused():
 
 
 @pytest.mark.pipeline
-def test_a_tree_goes_to_the_host_in_parts():
-    """Where it is what `unplace` gives, and no part is much more than an eighth."""
+def test_a_tree_goes_to_the_host_in_parts(monkeypatch):
+    """Where it is what `unplace` gives, and no part is much more than an eighth; a small tree goes
+    at once."""
     pipe, optimizer = pipeline(zero=3), optax.adam(1e-2)
+    assert len(pipe.params_placing.parts) == 1
+    del pipe.params_placing.parts
+    monkeypatch.setattr(placings, "LEAST_PART", 1)
     params, state = updated(pipe, optimizer)
     for placing, tree in (
         (pipe.params_placing, params),
@@ -136,7 +140,7 @@ def test_a_tree_goes_to_the_host_in_parts():
         sizes = [leaf.nbytes for leaf in jax.tree.leaves(there)]
         parts = [sum(leaf.nbytes for leaf in part(tree)) for part in placing.parts]
         assert sum(parts) == sum(sizes)
-        assert max(parts) <= sum(sizes) / HOST_PARTS + max(sizes)
+        assert max(parts) <= sum(sizes) / placings.HOST_PARTS + max(sizes)
 
 
 ZB_V = within_limit(catalog.build("zb-v", stages=3, microbatches=7), limit=4, parts=1)

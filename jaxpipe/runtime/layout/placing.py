@@ -27,6 +27,8 @@ from jaxpipe.schedule.problems import refuse
 
 HOST_PARTS = 8
 """Number of parts in which a tree goes to the host; a few more where single leaves are larger."""
+LEAST_PART = 2**26
+"""Bytes below which a tree is not divided: every part is a program of its own to compile."""
 METHODS = {
     "params": "pipe.place",
     "states": "pipe.place_states",
@@ -113,7 +115,8 @@ class Placing:
 
     def to_host(self, tree: Tree) -> Tree:
         """Unplaces a tree into the memory of the host, if devices have some, part by part: beside
-        the placed tree they hold one part of the canonical tree at a time (`HOST_PARTS`)."""
+        the placed tree they hold one part of the canonical tree at a time (`HOST_PARTS`), or all of
+        a small one (`LEAST_PART`)."""
         refuse(self.problems("placed", tree))
         leaves: list[jax.Array] = []
         for part in self.parts:
@@ -125,8 +128,7 @@ class Placing:
         """Programs that each unplace some leaves, and together all of them."""
         shardings = jax.tree.leaves(host.shardings_if_any(self.canonical, self.canonical_shardings))
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.canonical)]
-        ends = np.cumsum(sizes) * HOST_PARTS / max(sum(sizes), 1)
-        numbers = np.ceil(ends).tolist()
+        numbers = np.ceil(np.cumsum(sizes) / max(sum(sizes) / HOST_PARTS, LEAST_PART)).tolist()
 
         def taking(first: int, last: int) -> jax.stages.Wrapped:
             def take(tree: Tree) -> list[jax.Array]:
