@@ -251,12 +251,13 @@ def _reference(
 ) -> tuple[Tree, Tree]:
     """Computes value and gradients without a pipeline, in one program for equal references."""
 
-    def loss(trained: Params) -> Tree:
+    def loss(trained: Params) -> tuple[jax.Array, Tree]:
         shape = {"num_microbatches": num_microbatches, "data_shards": data_shards}
-        return reference(combine(trained, frozen), batch, rng, **shape, states=states)
+        value = reference(combine(trained, frozen), batch, rng, **shape, states=states)
+        return value[0] if isinstance(value, tuple) else value, value
 
-    has_aux = isinstance(jax.eval_shape(loss, trained), tuple)
-    return jax.value_and_grad(loss, has_aux=has_aux)(trained)
+    (_, value), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+    return value, gradients
 
 
 def _results(
