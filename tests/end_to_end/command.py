@@ -35,15 +35,16 @@ CHECKPOINT_EVERY = 3
 
 _GPT = """\
 model: {vocab_size: 300, sequence_length: 8, num_layers: 4, width: 16, num_heads: 2}
+pipeline: {schedule: 1f1b, microbatches: 2, zero: 3}
 sample: {num_tokens: 4, prompt: "the "}
 """
 _TOY = """\
 task: toy_family:Toy
 model: {num_layers: 4, width: 2}
+pipeline: {schedule: 1f1b, microbatches: 2, zero: 3, vocabulary: split}  # nothing is to be chosen
 """
 _CONFIG = f"""\
 mesh: {{stage: 2, data: 2}}
-pipeline: {{schedule: 1f1b, microbatches: 2, zero: 3}}
 optimizer: {{warmup_steps: 2, peak_lr: 1.0e-2}}
 train:
   steps: {NUM_STEPS}
