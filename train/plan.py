@@ -267,8 +267,7 @@ class Planned:
     def _update_flops(self) -> tuple[float, ...]:
         config = self._sharing(1, 1, 1)
         layers = self._pipeline(tasks.make(config), config, "none", stage=1).layout.layers
-        of_few = [update_flops(self._optimizer, layers.shape_of(n)) for n in set(self._like)]
-        return max(of_few, key=sum)
+        return update_flops(self._optimizer, map(layers.shape_of, set(self._like)))
 
     @property
     def _optimizer(self) -> optax.GradientTransformation:

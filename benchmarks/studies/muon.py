@@ -36,7 +36,7 @@ def sizes(name: str) -> ModelSizes:
     config = gpt.GPTConfig(**shared, **MODELS[name], dtype="bfloat16")
     layers = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))["layers"]
     layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), layers)
-    flops = counting.update_flops(optax.contrib.muon(1e-3), layer)
+    flops = counting.update_flops(optax.contrib.muon(1e-3), [layer])
     return dataclasses.replace(common.sizes(name, config), moments=1, update_flops=flops)
 
 

@@ -49,7 +49,7 @@ from jaxpipe.runtime.pipeline import Pipeline
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.tick.prepare import layers_of
-from jaxpipe.runtime.trees import combine, shapes_of
+from jaxpipe.runtime.trees import combine, form_of, shapes_of
 from jaxpipe.runtime.types import Activation, Batch, Key, Leaves, Shapes, States
 from jaxpipe.schedule import catalog
 
@@ -165,8 +165,7 @@ def model_sizes(
         compute_bytes = itemsize if compute_dtype is None else jnp.dtype(compute_dtype).itemsize
         found = sizes(pipe, of_rows, rng, compute_bytes=compute_bytes, remats=tuple(REMAT_POLICIES))
     layers, kind_of = pipe.layout.layers, next(iter(found.values())).kind_of
-    firsts = [kind_of.index(kind) for kind in {*kind_of}]
-    updates = [update_flops(optimizer, layers.shape_of(first)) for first in firsts]
+    firsts = [layers.shape_of(kind_of.index(kind)) for kind in {*kind_of}]
     return ModelSizes(
         name=name,
         tokens_per_row=tokens_per_row,
@@ -176,7 +175,7 @@ def model_sizes(
         batch_rows=rows[0].shape[0],
         row_bytes=sum(tree_bytes(leaf) for leaf in rows) // rows[0].shape[0],
         variants={Variant(1, 1, remat): of_remat for remat, of_remat in found.items()},
-        update_flops=max(updates, key=sum),
+        update_flops=update_flops(optimizer, firsts),
     )
 
 
@@ -187,12 +186,19 @@ def num_moments(optimizer: optax.GradientTransformation, params: Shapes) -> int:
     return round(kept / own)
 
 
-def update_flops(optimizer: optax.GradientTransformation, layer: Shapes) -> tuple[float, ...]:
-    """Counts the FLOPs of an optimizer's matmuls in the update of a layer, by equation."""
-    params = {"layers": (layer,)}
-    state = jax.eval_shape(optimizer.init, params)
-    traced = jaxprs.flatten(jax.make_jaxpr(optimizer.update)(params, state, params))
-    return tuple(filter(None, map(_flops, traced.jaxpr.eqns)))
+def update_flops(
+    optimizer: optax.GradientTransformation, layers: Iterable[Shapes]
+) -> tuple[float, ...]:
+    """Counts the FLOPs of an optimizer's matmuls in the update of a layer, by equation: of the
+    layer with the most, if they differ."""
+
+    def of_layer(layer: Shapes) -> tuple[float, ...]:
+        params = {"layers": (layer,)}
+        state = jax.eval_shape(optimizer.init, params)
+        traced = jaxprs.flatten(jax.make_jaxpr(optimizer.update)(params, state, params))
+        return tuple(filter(None, map(_flops, traced.jaxpr.eqns)))
+
+    return max(map(of_layer, {form_of(layer): layer for layer in layers}.values()), key=sum)
 
 
 def _line(rows: tuple[int, int], few: object, many: Linear) -> object:

@@ -39,39 +39,61 @@ def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJa
     Calls of the host that return nothing, such as prints, are not repeated in a backward.
     """
 
-    def inlined(*args: Tree) -> list[Tree]:
-        return _inline(closed.jaxpr, closed.consts, args, selects)
-
-    return jax.make_jaxpr(inlined)(*shapes_of_variables(closed.jaxpr.invars))
+    jaxpr, eqns, constants = closed.jaxpr, list[Eqn](), consts(closed)
+    variables = {v: v for v in (*jaxpr.invars, *constants)}
+    outputs = _inline(jaxpr, variables, eqns, constants, selects=selects)
+    program = jaxpr.replace(constvars=[*constants], outvars=outputs, eqns=eqns)
+    return core.ClosedJaxpr(program, [*constants.values()])
 
 
 def _inline(
-    jaxpr: Jaxpr, consts: Arrays, args: Arrays, selects: bool, *, repeats: bool = False
-) -> list[Tree]:
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
+    jaxpr: Jaxpr,
+    known: dict[Atom, Atom],
+    eqns: list[Eqn],
+    constants: Env,
+    *,
+    selects: bool,
+    repeats: bool = False,
+) -> list[Atom]:
+    """Appends the equations of a program, with new variables for all but the known ones, and those
+    of the programs that it calls; returns its results. Adds constants of these to the others."""
+
+    def renamed(atoms: Iterable[Atom]) -> list[Atom]:
+        return [known[v] if is_var(v) else v for v in atoms]
+
     for eqn in jaxpr.eqns:
-        operands = values(eqn.invars, env)
         if repeats and not eqn.outvars:
             continue
+        invars = renamed(eqn.invars)
         if eqn.primitive.name in _INLINED:
             inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-            closed = isinstance(inner, core.ClosedJaxpr)
-            body, captured = (inner.jaxpr, inner.consts) if closed else (inner, ())
             again = repeats or eqn.params.get("differentiated", False)
-            outs = _inline(body, captured, operands, selects, repeats=again)
         elif eqn.primitive.name == "cond" and selects:
-            which, *operands = operands
-            branches = [
-                _inline(branch.jaxpr, branch.consts, operands, selects, repeats=repeats)
-                for branch in eqn.params["branches"]
-            ]
-            which = lax.clamp(jnp.int32(0), which, jnp.int32(len(branches) - 1))
-            outs = [lax.select_n(which, *results) for results in zip(*branches, strict=True)]
+            inner, again = _selection(eqn), repeats
         else:
-            outs = bind(eqn, operands)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return values(jaxpr.outvars, env)
+            made = [core.Var(v.aval) for v in eqn.outvars]
+            eqns.append(eqn.replace(invars=invars, outvars=made))
+            known |= zip(eqn.outvars, made, strict=True)
+            continue
+        closed = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+        own = {core.Var(v.aval): value for v, value in consts(closed).items()}
+        constants |= own
+        given = zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*own, *invars), strict=True)
+        outs = _inline(closed.jaxpr, dict(given), eqns, constants, selects=selects, repeats=again)
+        known |= zip(eqn.outvars, outs, strict=True)
+    return renamed(jaxpr.outvars)
+
+
+def _selection(eqn: Eqn) -> core.ClosedJaxpr:
+    """Makes the program that runs all branches of a conditional and selects one's results."""
+    branches = [core.jaxpr_as_fun(branch) for branch in eqn.params["branches"]]
+
+    def select(which: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        which = lax.clamp(jnp.int32(0), which, jnp.int32(len(branches) - 1))
+        results = [branch(*operands) for branch in branches]
+        return [lax.select_n(which, *one) for one in zip(*results, strict=True)]
+
+    return jax.make_jaxpr(select)(*shapes_of_variables(eqn.invars))
 
 
 def run_eqns(eqns: Eqns, env: Env) -> Env:
