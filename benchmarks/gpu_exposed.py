@@ -1,4 +1,4 @@
-"""Which transfers of a training step on H100s does nothing hide? Needs no GPU, and runs nothing.
+"""Transfers of a training step on H100s that no computation hides. Needs no GPU, and runs nothing.
 
 Compiles a step with Adam of the GPT of `benchmarks/gpu_compile.py`, or of Llama 70B where tensor
 devices share its layers, models it as `benchmarks/gpu_roofline.py` does, and tells transfers apart

@@ -167,7 +167,7 @@ class Block(nnx.Module):
     def _residual(
         self, name: str, x: jax.Array
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """What a branch sees, and what its output is added to, as a function of the output."""
+        """Returns a branch's input, and a function that adds its output to the streams."""
         if self.config.residual_streams == 1:
             return x, lambda y: x + y
         return getattr(self, name)(x)

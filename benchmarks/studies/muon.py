@@ -1,4 +1,4 @@
-"""What does a pipeline save Muon against FSDP? Best plans of both on 64 and 512 H100s, modelled.
+"""Muon with a pipeline and with FSDP: the best plans of both on 64 and 512 H100s, modelled.
 
 Muon's update multiplies whole matrices. It is timed as jaxpipe runs it, where every matrix has a
 home among the devices that share it, and where each of these gathers and multiplies all of them.

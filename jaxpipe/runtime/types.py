@@ -17,7 +17,7 @@ OuterParams: TypeAlias = dict[str, Any]
 LayerParams: TypeAlias = Any
 """The parameters of one layer, as the user has them."""
 Stored: TypeAlias = Any
-"""What a layout keeps of one layer or one piece."""
+"""Arrays of one layer or piece, as a layout stores them."""
 Arrays: TypeAlias = Any
 """A stage's arrays of all its layers, or of slots that hold a chunk each."""
 Leaves: TypeAlias = Any
@@ -29,18 +29,18 @@ Shardings: TypeAlias = Any
 Batch: TypeAlias = Any
 """A batch, leaves ``[rows, ...]``; the rows of one microbatch are such a tree, too."""
 Activation: TypeAlias = Any
-"""What a layer takes and returns: arrays of floating point."""
+"""Inputs and outputs of a layer: arrays of floating point."""
 Gradients: TypeAlias = Any
 """Gradients, shaped like what they belong to."""
 States: TypeAlias = Any
 """The states of stateful layers: one tree per layer, or placed."""
 OptimizerState: TypeAlias = Any
-"""What an optax transformation keeps."""
+"""The state of an optax transformation."""
 
 Key: TypeAlias = jax.Array | None
 """A random key; None for a model without randomness."""
 Message: TypeAlias = list[jax.Array]
-"""What one stage sends to another: flat arrays, one per buffer."""
+"""A message between stages: flat arrays, one per buffer."""
 Index: TypeAlias = jax.Array | np.integer[Any] | int
 """An int32 scalar: known to the program, or computed while it runs."""
 Slot: TypeAlias = Index | None

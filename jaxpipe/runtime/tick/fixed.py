@@ -1,4 +1,4 @@
-"""What ticks read: values that no tick changes, those that each hands on, and its actions.
+"""Inputs of ticks: values that no tick changes, those that each hands on, and its actions.
 
 Three interfaces say what differs between programs: where weights come from (`WeightSource`), what
 becomes of gradients (`GradientSink`), and of what the head returns (`Collector`).

@@ -159,7 +159,7 @@ def _runs(fixed: Fixed, due: Flag, is_mine: Flag) -> Flag:
 
 
 def _from_stage(fixed: Fixed, x: Activation, virtual_stage: int) -> Activation:
-    """What one stage has: on every stage, if all compute with it."""
+    """A value of one stage, sent to every stage if all compute with it."""
     if not fixed.table.together:
         return x
     has = _is_at(fixed, virtual_stage)

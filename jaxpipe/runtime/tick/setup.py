@@ -30,7 +30,7 @@ from jaxpipe.schedule.lowering.table import (
 
 RESIDUALS_OF_F = ("until_b", "until_w")
 RESIDUALS = (*RESIDUALS_OF_F, "crossing")
-"""What a layer leaves behind: for B, for B and W, and from B to W."""
+"""Residuals of a layer by their reader: B alone, B and W, and W alone, which B makes."""
 ON_HOST = "on_host"
 """Residuals of F that have left the device."""
 RESIDUALS_OF = {

@@ -24,7 +24,7 @@ from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.problems import refuse
 
 PARTS = ("layers", "embed", "head")
-"""What may be updated at different times."""
+"""Groups of parameters that may be updated at different times."""
 
 
 class PlacedOptimizer:

@@ -384,7 +384,7 @@ class PerUnit:
 
 
 def _stacked(of_layers: Sequence[Stored]) -> Stored:
-    """What is stored of several layers, or of one as it is."""
+    """Joins the stored arrays of several layers; those of a single one stay as they are."""
     if len(of_layers) == 1:
         return of_layers[0]
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *of_layers)
@@ -429,7 +429,7 @@ _REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array],
 """Primitives that reduce: on one device, across devices, and the result of nothing."""
 
 _CHEAP = _ELEMENTWISE | _REDUCTIONS.keys() | jaxprs.FORMS
-"""Those that may run on every device, though one needs the result."""
+"""Primitives that may run on every device, although one alone needs the result."""
 
 
 def _needs_wholes(program: Slice) -> bool:
