@@ -333,7 +333,6 @@ class _Blocks:
         return joined.reshape(len(joined), -1, *joined.shape[3:])[:, : self.num_queries]
 
     def keys(self, w_BS: jax.Array, number: jax.Array) -> jax.Array:
-        """Takes a block of keys."""
         return lax.dynamic_slice_in_dim(w_BS, number * self.s, self.s, axis=1)
 
     def scores(

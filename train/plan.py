@@ -286,7 +286,6 @@ def _batch(row: Any, rows: int) -> Any:
 
 
 def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
-    """Changes some fields in the sections of a configuration."""
     changed = {
         name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
     }

@@ -165,10 +165,6 @@ class Setup:
             order = pipeline_section.searched(self.config, weights)
         return order, costs, partition(weights, order.placement)
 
-    @property
-    def _platform(self) -> str:
-        return self.mesh.devices.flat[0].platform
-
     @cached_property
     def chunk_costs(self) -> list[Costs]:
         """The costs of every virtual stage, by its layers; ``costs.*`` are their average."""

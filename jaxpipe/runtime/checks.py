@@ -142,7 +142,6 @@ _PARTS = ("embed", "layers", "head")
 
 
 def _parameters(model: Model, params: Params, options: Options) -> Iterator[Problem | str]:
-    """Yields problems of the parameters that a pipeline is built from."""
     if not isinstance(params, dict) or set(params) - {SHARED} != set(_PARTS):
         found = f"a {type(params).__name__}."
         if isinstance(params, dict):

@@ -119,7 +119,6 @@ class GPT(Task):
         return {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in lengths.items()}
 
     def _side(self, folder: str, name: str) -> Examples:
-        """Reads one side of a folder."""
         return self._rows(text.read_tokens(Path(folder) / name), text.read_roles(folder, name))
 
     def _rows(self, tokens: text.Tokens, roles: text.Tokens | None = None) -> Examples:

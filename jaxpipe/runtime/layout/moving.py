@@ -274,7 +274,6 @@ def _to_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Arr
 
 
 def _from_parts(w: jax.Array, leaf: Leaf, axes: Axes, *, sharded: bool) -> jax.Array:
-    """Undoes `_to_parts`."""
     for canonical, placed in _joined_cuts(leaf, axes, sharded=sharded):
         w = canonical.own(placed.whole(w))
     return w

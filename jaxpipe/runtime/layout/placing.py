@@ -211,7 +211,6 @@ def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
 
 
 def _lie(shapes: Shapes, shardings: Shardings) -> Shapes:
-    """Adds shardings to shapes."""
     return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
 
 

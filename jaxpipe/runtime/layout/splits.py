@@ -165,7 +165,6 @@ def _misfits(
 
 
 def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P | Joined]]:
-    """Yields the specs of arrays, by path."""
     for part, prefix in (axis_split or {}).items():
         spread = jax.tree.map(
             lambda spec, tree: jax.tree.map(lambda _: spec, tree),

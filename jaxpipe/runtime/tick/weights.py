@@ -212,5 +212,4 @@ def _cast(setup: Setup, arrays: Sequence[Arrays], scales: Sequence[Arrays | None
 
 
 def _cast_shapes(setup: Setup, shapes: list[Shapes]) -> Shapes:
-    """Shapes of what `_cast` makes."""
     return jax.eval_shape(lambda arrays: _cast(setup, arrays, _scales(setup, arrays)), shapes)
