@@ -5,11 +5,11 @@
 
 Shapes do not depend on the routing. Without a capacity, choices are sorted by expert and multiplied
 group by group (`models.grouped_matmul`): nothing is dropped, and nothing computed that was not
-chosen. With a capacity, an expert has room for so many tokens, and tokens that find no room are
-dropped. Devices along a mesh axis may hold some of the experts each, in the first dimension of the
-kernels, and then exchange tokens.
+chosen. With a capacity, an expert or a device has room for so many tokens, and tokens that find no
+room are dropped. Devices along a mesh axis may hold some of the experts each, in the first
+dimension of the kernels, and then exchange tokens.
 
-Dimension suffixes: T tokens of a device, D tokens of all devices that exchange them, X experts, Y
+Dimension suffixes: T tokens of a device, D tokens that a device gets of all devices, X experts, Y
 experts of a device, K chosen experts, P places for choices, C places of an expert for tokens of a
 device, E width, F hidden width of an expert.
 """
@@ -165,6 +165,8 @@ class Room(NamedTuple):
 def room(chosen_TK: jax.Array, num_experts: int, capacity: int) -> Room:
     """Gives places to first choices first (Lepikhin et al. 2021), of tokens in their order.
 
+    Choices of the number ``num_experts`` get no place.
+
     Example:
       >>> room(jnp.array([[0, 1], [0, 1], [1, 0]]), 2, 2).places.tolist()
       [[0, 3], [1, 4], [2, 4]]
@@ -173,7 +175,7 @@ def room(chosen_TK: jax.Array, num_experts: int, capacity: int) -> Room:
     chosen = chosen_TK.T.reshape(-1)
     is_chosen = jax.nn.one_hot(chosen, num_experts, dtype=jnp.int32)
     before = jnp.cumsum(is_chosen, axis=0) - is_chosen
-    rank = jnp.take_along_axis(before, chosen[:, None], axis=1)[:, 0]
+    rank = jnp.sum(before * is_chosen, axis=1)
     outside = num_experts * capacity
     places_TK = jnp.where(rank < capacity, chosen * capacity + rank, outside)
     places_TK = places_TK.reshape(num_choices, -1).T
@@ -217,6 +219,40 @@ def shared_room(
     )
     is_taken = numbers[:num_places] < sizes.sum()
     return Room(jnp.where(is_taken, pairs[:num_places], chosen.size), places_TK), sizes
+
+
+def token_room(places: Room, num_experts: int) -> Room:
+    """Makes a room with the places of each token next to each other: so many have one at most."""
+    num_choices = places.places.shape[1]
+    most = min(num_choices, num_experts)
+    places_TK = jnp.sort(places.places, axis=1)[:, :most]
+    return Room(places.pairs // num_choices * most, places_TK)
+
+
+def device_room(
+    chosen_TK: jax.Array, num_own: int, num_devices: int, capacity: int
+) -> tuple[Room, jax.Array]:
+    """Gives a token one place at each device of its experts, however many of them it chose there.
+
+    Args:
+      chosen_TK: experts; each device has the next ``num_own`` of them.
+      num_devices: how many there are.
+      capacity: places that a device has for these tokens.
+
+    Returns:
+      The room of devices in place of experts, and how many choices are without a place.
+
+    Example:
+      >>> places, lost = device_room(jnp.array([[1, 0], [3, 1], [0, 2]]), 2, 2, 2)
+      >>> places.places.tolist(), int(lost)
+      ([[0, 4], [2, 4], [1, 3]], 1)
+    """
+    devices_TK = chosen_TK // num_own
+    first_TK = jnp.argmax(devices_TK[:, :, None] == devices_TK[:, None, :], axis=-1)
+    is_first_TK = first_TK == jnp.arange(chosen_TK.shape[1])
+    places = room(jnp.where(is_first_TK, devices_TK, num_devices), num_devices, capacity)
+    found_TK = jnp.take_along_axis(places.places, first_TK, axis=1)
+    return places, jnp.count_nonzero(found_TK == num_devices * capacity)
 
 
 @jax.custom_vjp
@@ -296,27 +332,27 @@ class Experts(nnx.Module):
     def _of_sorted_choices(
         self, x_TE: jax.Array, routing: Routing
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Computes the choices of this device's experts among the tokens of all devices, and sums
-        up each token's outputs where it came from."""
-        x_DE, chosen_DK, scores_DK = x_TE, routing.chosen, routing.scores
+        """Computes the choices of this device's experts among the tokens that it gets, and sums up
+        each token's outputs where it came from."""
         num_own = len(self.up.kernel[...])
-        if self.axis is not None:
-            x_DE, chosen_DK, scores_DK = (
-                lax.all_gather(part, self.axis, tiled=True) for part in (x_DE, chosen_DK, scores_DK)
-            )
-            # This device's experts are the first ones.
-            chosen_DK = (chosen_DK - lax.axis_index(self.axis) * num_own) % self.count
         capacity = self.config.device_capacity(len(x_TE))
+        there, lost = None, jnp.int32(0)
+        if self.axis is not None and capacity is not None:
+            num_devices = self.count // num_own
+            num_sent = self.config.device_tokens(len(x_TE), num_devices)
+            there, lost = device_room(routing.chosen, num_own, num_devices, num_sent)
+        x_DE, chosen_DK, scores_DK = self._tokens_of_all(x_TE, routing, there)
         places, sizes_Y = shared_room(chosen_DK, num_own, capacity)
         expected = min(routing.chosen.size, len(places.pairs))
         if num_own < self.count:  # some places may be empty
             expected = min(expected, len(places.pairs) - 1)
         dropped = None
         if capacity is not None:
-            num_chosen = jnp.count_nonzero(chosen_DK < num_own)
-            dropped = jnp.float32(num_chosen - sizes_Y.sum()) / routing.chosen.size
+            num_dropped = lost + jnp.count_nonzero(chosen_DK < num_own) - sizes_Y.sum()
+            dropped = jnp.float32(num_dropped) / routing.chosen.size
 
-        x_PE = sent(x_DE, places)
+        tokens = token_room(places, num_own)
+        x_PE = sent(x_DE, tokens)
         scores_P1 = sent_scores(scores_DK, places)[:, None].astype(x_TE.dtype)
         numbers_P = jnp.arange(len(x_PE))
 
@@ -330,10 +366,35 @@ class Experts(nnx.Module):
 
         one = jnp.ones((), x_TE.dtype)
         hidden_PF = self._hidden(lambda layer: linear(x_PE, layer, one)) * scores_P1
-        y_DE = returned(linear(hidden_PF, self.down, scores_P1), places)
-        if self.axis is not None:
+        y_DE = returned(linear(hidden_PF, self.down, scores_P1), tokens)
+        if there is not None:
+            y_DE = returned(self._exchange(y_DE.reshape(*there.pairs.shape, -1), 0, 0), there)
+        elif self.axis is not None:
             y_DE = lax.psum_scatter(y_DE, self.axis, tiled=True)
         return y_DE, dropped
+
+    def _tokens_of_all(
+        self, x_TE: jax.Array, routing: Routing, there: Room | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gathers the tokens of all devices, or those that have a place ``there``, with their
+        choices and scores. This device's experts are the first ones."""
+        chosen_TK = routing.chosen
+        parts = x_TE, chosen_TK, routing.scores
+        if self.axis is None:
+            return parts
+        if there is None:
+            x_DE, chosen_DK, scores_DK = (
+                lax.all_gather(part, self.axis, tiled=True) for part in parts
+            )
+        else:
+            # An empty place chose expert -1.
+            numbers = _take(chosen_TK + 1, there.pairs // chosen_TK.shape[1]) - 1
+            x_DE, chosen_DK, scores_DK = (
+                self._exchange(part, 0, 0).reshape(-1, part.shape[-1])
+                for part in (sent(x_TE, there), numbers, sent(routing.scores, there))
+            )
+        own_DK = chosen_DK - lax.axis_index(self.axis) * len(self.up.kernel[...])
+        return x_DE, jnp.where(own_DK < 0, self.count, own_DK), scores_DK
 
     def _of_chosen_tokens(self, x_TE: jax.Array, routing: Routing, places: Room) -> jax.Array:
         """Computes the tokens that chose this device's experts, and sends the outputs back."""

@@ -156,9 +156,10 @@ class GPTConfig(validation.Validated):
       capacity_factor: the most tokens of a device that an expert computes, as a multiple of the
         number it would be sent if all experts were used alike, rounded up. Further tokens are
         dropped, first choices last. None drops nothing.
-      device_capacity_factor: without ``capacity_factor``, the most choices that all experts of a
-        device compute, as a multiple of the number it would be sent if all were used alike. Further
-        ones are dropped. None has room for all of them.
+      device_capacity_factor: without ``capacity_factor``, tokens are sent to the devices of their
+        experts, once to each. A device has room for a multiple of the tokens from each device, and
+        of all choices, that it would be sent if all experts were used alike; further ones are
+        dropped. None gathers the tokens of all devices and drops nothing.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
       qk_clip: largest score of a head in a step up to which the weights of its queries and keys are
@@ -582,6 +583,27 @@ class GPTConfig(validation.Validated):
         if self.device_capacity_factor is None:
             return None
         return math.ceil(self.device_capacity_factor * num_tokens * self.experts_per_token)
+
+    def device_tokens(self, num_tokens: int, num_devices: int) -> int:
+        """Number of tokens, of this many, that another device with a part of the experts is sent at
+        most: ``device_capacity_factor`` times those of an even use, rounded up."""
+        assert self.num_experts is not None
+        assert self.device_capacity_factor is not None
+        of_group = self.num_experts // self.expert_groups
+        own, chosen = self.num_experts // num_devices, self.groups_per_token
+        groups, own = max(1, own // of_group), min(own, of_group)
+        ways = math.comb(self.expert_groups, chosen) * math.comb(
+            chosen * of_group, self.experts_per_token
+        )
+        # Choices of groups, with some of the device's among them, and of experts, none of its own.
+        elsewhere = sum(
+            math.comb(groups, n)
+            * math.comb(self.expert_groups - groups, chosen - n)
+            * math.comb(chosen * of_group - n * own, self.experts_per_token)
+            for n in range(min(groups, chosen) + 1)
+        )
+        wanted = self.device_capacity_factor * num_tokens * (1 - elsewhere / ways)
+        return min(num_tokens, math.ceil(wanted))
 
     def expert_capacity(self, num_tokens: int) -> int:
         """Number of tokens, of this many, that an expert computes at most."""

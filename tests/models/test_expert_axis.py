@@ -121,16 +121,106 @@ def test_what_does_not_fit_is_refused_with_both_numbers():
         )
 
 
+def of_devices(config, count):
+    """The experts' outputs, dropped choices and gradients of inputs, with shards for ``count``
+    devices; 1 for all on one."""
+    axis = "expert" if count > 1 else None
+
+    def layer(config, rngs):
+        return experts.Experts(config, axis, rngs=rngs)
+
+    def run(params, x, chosen, scores):
+        def loss(params, x, scores):
+            routing = experts.Routing(chosen, scores, None)
+            y, dropped = function_of(layer, config)(params, x, routing)
+            return (y**2).sum(), (y, dropped)
+
+        _, vjp, (y, dropped) = jax.vjp(loss, params, x, scores, has_aux=True)
+        return y, dropped[None], vjp(jnp.ones(()))
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("expert",))
+    specs = {"in_specs": P("expert"), "out_specs": P("expert"), "check_vma": False}
+    return jax.shard_map(run, mesh=mesh, **specs)
+
+
+def kept_choices(config, chosen, devices):
+    """Choices that find room, one after another: first a token at its devices, then there."""
+    own, tokens = config.num_experts // devices, len(chosen) // devices
+    room = [[config.device_tokens(tokens, devices)] * devices for _ in range(devices)]
+    sent = np.zeros((len(chosen), devices), bool)
+    for shard in range(devices):
+        for choice, token in itertools.product(range(chosen.shape[1]), range(tokens)):
+            token += shard * tokens
+            device = chosen[token, choice] // own
+            if not sent[token, device] and room[shard][device]:
+                sent[token, device], room[shard][device] = True, room[shard][device] - 1
+    kept = np.take_along_axis(sent, chosen // own, axis=1)
+    for device in range(devices):
+        # Tokens come in the order of their places: by shard, first choice there, and number.
+        first = np.argmax(chosen // own == device, axis=1)
+        came = sorted(
+            (chosen[token, choice], token // tokens, first[token], token, choice)
+            for token, choice in np.argwhere(kept & (chosen // own == device))
+        )
+        for *_, token, choice in came[config.device_capacity(tokens) :]:
+            kept[token, choice] = False
+    return kept
+
+
+@pytest.mark.parametrize(("devices", "factor"), [(2, 0.75), (4, 0.75), (4, 2.0)])
+def test_tokens_are_sent_to_devices_of_their_experts_as_far_as_there_is_room(devices, factor):
+    """Outputs and gradients are those of all experts without the choices that a loop drops."""
+    config = dataclasses.replace(
+        CONFIG, num_experts=16, experts_per_token=5, expert_groups=4, groups_per_token=3,
+        capacity_factor=None, expert_bias=True, device_capacity_factor=factor,
+    )  # fmt: skip
+    keys = jax.random.split(jax.random.key(3), 9)
+    params = {
+        name: {"kernel": jax.random.normal(k, (16, 8, 8)), "bias": jax.random.normal(k, (16, 8))}
+        for name, k in zip(("up", "gate", "down"), keys[:3], strict=True)
+    }
+    x, scores = jax.random.normal(keys[3], (48, 8)), jax.random.uniform(keys[4], (48, 5))
+    likely = jax.random.uniform(keys[5], (48, 16)) - 0.03 * jnp.arange(16)
+    chosen = jax.lax.top_k(likely, 5)[1].astype(jnp.int32)
+    kept = kept_choices(config, np.asarray(chosen), devices)
+    assert kept.all() == (factor == 2)
+
+    y, dropped, gradients = jax.jit(of_devices(config, devices))(params, x, chosen, scores)
+    assert float(dropped.mean()) == pytest.approx(1 - kept.mean(), abs=1e-6)
+    whole = dataclasses.replace(config, device_capacity_factor=2.0)
+    expected, _, expected_gradients = jax.jit(of_devices(whole, 1))(
+        params, x, chosen, scores * kept
+    )
+    found = y, *gradients[:2], gradients[2] * kept
+    wanted = expected, *expected_gradients[:2], expected_gradients[2] * kept
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_device_has_room_for_the_tokens_of_an_even_use(devices):
+    """Beside all choices that a token has: 3 of the experts of 2 groups of 4."""
+    config = dataclasses.replace(
+        CONFIG, num_experts=16, experts_per_token=3, expert_groups=4, groups_per_token=2,
+        capacity_factor=None, device_capacity_factor=1.0,
+    )  # fmt: skip
+    groups = itertools.combinations(range(0, 16, 4), 2)
+    choices = [
+        choice
+        for first, second in groups
+        for choice in itertools.combinations(
+            [*range(first, first + 4), *range(second, second + 4)], 3
+        )
+    ]
+    used = sum(min(choice) < 16 // devices for choice in choices)
+    assert config.device_tokens(len(choices), devices) == used
+    twice = dataclasses.replace(config, device_capacity_factor=2.0)
+    assert twice.device_tokens(len(choices), devices) == min(2 * used, len(choices))
+
+
 def test_gradients_read_no_rows_that_no_group_has():
     """Kernels for GPUs leave them undefined, also where a device has as many places as choices."""
     config = dataclasses.replace(CONFIG, capacity_factor=None, device_capacity_factor=1.0)
-
-    def layer(config, rngs):
-        return experts.Experts(config, "expert", rngs=rngs)
-
-    def loss(params, x, chosen, scores):
-        y, _ = function_of(layer, config)(params, x, experts.Routing(chosen, scores, None))
-        return (y**2).sum()
 
     def undefined_behind(x, kernels, sizes, /, **static):
         y = product(x, kernels, sizes, **static)
@@ -139,10 +229,6 @@ def test_gradients_read_no_rows_that_no_group_has():
     product = grouped_matmul._product
     params = {name: {"kernel": jnp.ones((4, 8, 8))} for name in ("up", "gate", "down")}
     x, chosen = jnp.ones((6, 8)), jnp.tile(jnp.array([0, 2]), (6, 1)).at[0, 1].set(1)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("expert",))
-    gradients = jax.shard_map(
-        jax.grad(loss, (0, 1, 3)), mesh=mesh, in_specs=P("expert"), out_specs=P("expert"),
-        check_vma=False,
-    )  # fmt: skip
     with mock.patch.object(grouped_matmul, "_product", undefined_behind):
-        chex.assert_tree_all_finite(jax.jit(gradients)(params, x, chosen, jnp.ones((6, 2))))
+        found = jax.jit(of_devices(config, 2))(params, x, chosen, jnp.ones((6, 2)))
+        chex.assert_tree_all_finite(found)
