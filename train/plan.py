@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -42,6 +43,8 @@ _TAKEN_FOR = "cpu"
 """Device that stands for those that are not in the table, such as simulated ones."""
 _MOST_SHARING = 8
 """Most devices that share a layer, unless more share its sequences: as many as a host has."""
+_MOST_EXPERT = 64
+"""Most data shards that split experts where nothing else shares a layer: as in published runs."""
 _MICROBATCHES = 2
 
 
@@ -68,20 +71,19 @@ class Planned:
     ) -> ModelSizes:
         """Traces the model for all devices that may share a layer, slices, and every policy."""
         most = max(_MOST_SHARING, most_context)
-        simulate_devices(most)
-        within_host = _powers(_MOST_SHARING)
         cases = [
             Variant(context, tensor, remat, expert, slices)
             for context, tensor, expert in itertools.product(
-                _powers(most_context), within_host, within_host
+                _powers(most_context), _powers(_MOST_SHARING), _powers(_MOST_EXPERT)
             )
-            if context * tensor * expert <= most
+            if (context * tensor * expert <= most or context * tensor == 1)
             and self._may_share(context, tensor, expert)
             and any(self._may_run(count, context, tensor, expert) for count in devices)
             for slices in _powers(most_slices)
             if self._may_cut(context, tensor, slices)
             for remat in _REMATS
         ]
+        simulate_devices(max(math.prod(case.mesh) for case in cases))
         return self.counted(cases, progress)
 
     def counted(self, cases: Sequence[Variant], progress: Callable[[float], None]) -> ModelSizes:
@@ -216,9 +218,10 @@ class Planned:
     def _may_run(self, devices: int, context: int, tensor: int, expert: int) -> bool:
         """Whether plans for so many devices may split experts so."""
         groups, left = devices // (context * tensor), devices % (context * tensor)
-        counted = [n for n in _powers(_MOST_SHARING) if self._may_share(context, tensor, n)]
+        counted = [n for n in _powers(_MOST_EXPERT) if self._may_share(context, tensor, n)]
+        inside = _MOST_SHARING // (context * tensor)
         return not left and any(
-            expert in expert_groups(counted, groups // stages)
+            expert in expert_groups(counted, groups // stages, inside)
             for stages in depths(groups, self.task.num_layers)
         )
 

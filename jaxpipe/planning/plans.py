@@ -505,10 +505,12 @@ def depths(devices: int, num_layers: int) -> list[int]:
     return [stages for stages in range(1, most + 1) if devices % stages == 0]
 
 
-def expert_groups(counted: Iterable[int], data: int) -> set[int]:
-    """Selects over how many data shards experts may be split: one, or as many as can be. What lies
-    between takes both their memory and their exchanges."""
-    return {1, max((count for count in counted if data % count == 0), default=1)}
+def expert_groups(counted: Iterable[int], data: int, inside: int) -> set[int]:
+    """Selects over how many data shards experts may be split: one, as many as can be, or as many as
+    can be ``inside`` a host. What lies between takes both their memory and their exchanges."""
+    possible = [count for count in counted if data % count == 0]
+    most = (max((n for n in possible if n <= limit), default=1) for limit in (inside, data))
+    return {1, *most}
 
 
 def families(
@@ -526,12 +528,13 @@ def families(
         if cluster.count % (context * tensor) or tensor > cluster.per_host:
             continue
         per_layer = cluster.count // (context * tensor)
+        inside = cluster.per_host // (context * tensor)
         counted = [mesh[2] for mesh in meshes if (*mesh[:2], mesh[3]) == (context, tensor, slices)]
         for stage in depths(per_layer, model.num_layers):
             if stage == 1 < slices:
                 continue  # nothing waits for the first slice
             data = per_layer // stage
-            if data % expert or expert not in expert_groups(counted, data):
+            if data % expert or expert not in expert_groups(counted, data, inside):
                 continue
             powers = [2**n for n in range(MOST_ROWS.bit_length())]
             for batch, rows in itertools.product(batches, powers):

@@ -29,6 +29,7 @@ SMALL = GPTConfig(
 EXPERTS = dataclasses.replace(
     SMALL, num_layers=4, num_experts=4, experts_per_token=2, capacity_factor=1.0
 )
+BOUNDED = dataclasses.replace(EXPERTS, width=256, capacity_factor=None, device_capacity_factor=1.25)
 LONG = dataclasses.replace(SMALL, sequence_length=1024, width=64, num_kv_heads=2)
 # Those of benchmarks/gpu_compile.py and benchmarks/gpu_hosts.py.
 OF_ROOFLINE = GPTConfig(
@@ -170,13 +171,15 @@ def test_experts_are_split_and_nothing_else():
     )
 
 
-@pytest.mark.parametrize("expert", [2, 4])
-def test_tokens_are_exchanged_there_and_back_and_nothing_hides_it(expert):
-    """Every expert has room for its share of a device's tokens; e - 1 of e devices are others."""
+@pytest.mark.parametrize(("config", "expert"), [(EXPERTS, 2), (EXPERTS, 4), (BOUNDED, 4)])
+def test_tokens_are_exchanged_there_and_back_and_nothing_hides_it(config, expert):
+    """Every expert or device has room for its share of a device's tokens; e - 1 of e devices are
+    others."""
     options = OF_EXPERTS | {"expert": expert}
-    within, across = (placed(EXPERTS, link=f"nvlink:{n},ib:400", **options) for n in (8, 1))
+    within, across = (placed(config, link=f"nvlink:{n},ib:400", **options) for n in (8, 1))
     layer, rows = within.sizes.layers[0], PLAN.rows
-    chosen = rows * EXPERTS.sequence_length * EXPERTS.experts_per_token
+    chosen = rows * config.sequence_length * config.experts_per_token
+    chosen *= config.device_capacity_factor or 1  # each device has one expert
     slower = 1 / across.cluster.across - 1 / within.cluster.within
     for name in "fbw":
         collectives = getattr(layer, name).collectives
@@ -184,7 +187,7 @@ def test_tokens_are_exchanged_there_and_back_and_nothing_hides_it(expert):
         if name != "w":
             assert {one.axis for one in exchanges} == {"expert"}
             sent = sum(one.sent.at(rows) for one in exchanges)
-            there_and_back = 2 * chosen * EXPERTS.width * 2 * (expert - 1) / expert
+            there_and_back = 2 * chosen * config.width * 2 * (expert - 1) / expert
             assert sent == pytest.approx(there_and_back, rel=0.1)  # and scores
         sent = sum(one.sent.at(rows) for one in collectives)
         gained = getattr(cost.layer_costs(across), name) - getattr(cost.layer_costs(within), name)

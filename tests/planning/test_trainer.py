@@ -123,9 +123,10 @@ def test_few_layers_tell_as_much_as_all():
     assert alike._few == alike.config
 
 
-def test_experts_are_split_over_one_shard_or_as_many_as_can_be():
-    assert plans.expert_groups([1, 2, 4, 8], 12) == {1, 4}
-    assert plans.expert_groups([2], 4) == {1, 2}
+def test_experts_are_split_over_one_shard_or_as_many_as_can_be_in_a_host_or_at_all():
+    assert plans.expert_groups([1, 2, 4, 8], 12, 8) == {1, 4}
+    assert plans.expert_groups([1, 2, 4, 8, 16, 32], 48, 8) == {1, 8, 16}
+    assert plans.expert_groups([2], 4, 1) == {1, 2}
     planned = Planned(Config(model=SMALL | {"num_experts": 8}), "small")
     assert [n for n in (1, 2, 4, 8) if planned._may_run(2, 1, 1, n)] == [1, 2]
 
