@@ -248,12 +248,11 @@ def _alike(config: Config) -> Iterator[Failure]:
     """Finds settings that need layers that are alike."""
     residuals = config.pipeline.residuals
     nearest = {
-        "weights=unrolled": "stacked",
         "pair_layers=true": "null",
         f"residuals={residuals}": "host",
     }
     given = (
-        *(config.pipeline.weights == "unrolled", config.pipeline.pair_layers),
+        config.pipeline.pair_layers,
         not isinstance(residuals, str),
     )
     settings = list(itertools.compress(nearest, given))

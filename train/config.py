@@ -170,8 +170,8 @@ class PipelineConfig(Section):
     weights: Literal["auto", "stacked", "unrolled"] = "auto"
     """Whether a stage stores each parameter in one array for all its layers ("stacked") or in one
     per layer ("unrolled"), which saves copies on GPUs but takes longer to compile. "auto" is
-    unrolled on GPUs, up to 16 layers per stage, if layers are alike and updated after the step;
-    otherwise stacked."""
+    unrolled on GPUs, up to 16 layers per stage, if layers are alike, or alike at each place of all
+    chunks, and updated after the step; otherwise stacked."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Dtype of copies of the layers' weights that stages keep and data shards gather. They are cast
     once per step, not by every layer for every microbatch. It must be the model's own dtype.

@@ -24,7 +24,7 @@ from jaxpipe.runtime.tick.microbatches import split_rows
 from jaxpipe.runtime.tick.setup import Setup
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.tick.watch import Watch
-from jaxpipe.runtime.trees import elsewhere, shapes_of
+from jaxpipe.runtime.trees import elsewhere, num_layers, shapes_of
 from jaxpipe.runtime.types import Batch, Key, Params, States, Tree
 from jaxpipe.runtime.update.optimizer import PlacedOptimizer
 from jaxpipe.schedule.actions import Schedule
@@ -73,7 +73,7 @@ class Assembly:
         self._overlaps = transfers_overlap(mesh)
         layer_counts = options.layer_counts
         if layer_counts is None:
-            layer_counts = partition([1] * checks.num_layers(params["layers"]), schedule.placement)
+            layer_counts = partition([1] * num_layers(params["layers"]), schedule.placement)
         self._layer_counts = layer_counts
         self.layout, self.frozen = make_layouts(
             *filters.split_trainable(params, options.trainable),
@@ -126,6 +126,7 @@ class Assembly:
         assert slots is not None  # `Options.on` has decided
         residuals = self.options.residuals
         room_for_all = at_end and not self.options.zero.shards_gradients
+        pieces = zip(*(part.pieces for part in layers), strict=True)
         table = lower(
             schedule,
             self._layer_counts,
@@ -134,7 +135,7 @@ class Assembly:
             residuals=None if isinstance(residuals, str) else residuals,
             own_slots=layers[0].own_arrays,
             pieces=layers[0].num_pieces if at_end and slots > 1 else 0,
-            shares=most_shares([part.piece for part in layers]) if layers[0].in_shares else 1,
+            shares=min(map(most_shares, pieces)) if layers[0].in_shares else 1,
             within=layers[0].own_arrays,
             together=self._together,
             overlaps=self._overlaps,

@@ -23,18 +23,13 @@ from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
     is_sequence,
+    num_layers,
     shape_of,
     shapes_of,
 )
 from jaxpipe.runtime.types import Key, Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
 from jaxpipe.schedule.problems import Problem
-
-
-def num_layers(layers: Tree) -> int:
-    """Counts the layers of canonical ``params["layers"]``."""
-    return len(layers) if is_sequence(layers) else jax.tree.leaves(layers)[0].shape[0]
-
 
 # What a pipeline is built from.
 
@@ -82,7 +77,10 @@ def arguments(
         yield from _microbatch_order(schedule)
     if states is not None:
         malformed += _states(states)
-    yield from malformed or _layer_numbers(params, states, schedule, options.layer_counts)
+    malformed = malformed or list(_layer_numbers(params, states, schedule, options.layer_counts))
+    if not (malformed or malformed_mesh or schedule is None) and options.weights == "unrolled":
+        malformed += options.why_packed(model, params, schedule)
+    yield from malformed
 
 
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
@@ -151,7 +149,7 @@ def _parameters(model: Model, params: Params, options: Options) -> Iterator[Prob
     if others := [*not_arrays("params", params), *filters.untrainable(options.trainable, params)]:
         yield from others
     elif is_sequence(params["layers"]) or not model.layers_are_alike:
-        yield from _separate(model, params["layers"], options.weights)
+        yield from _separate(model, params["layers"])
     else:
         yield from _stacked("params['layers']", params["layers"])
 
@@ -188,14 +186,8 @@ def _stacked(name: str, layers: Tree) -> Iterator[str]:
         )
 
 
-def _separate(model: Model, layers: Params, weights: str) -> Iterator[Problem | str]:
+def _separate(model: Model, layers: Params) -> Iterator[str]:
     """Yields problems of layers that have a tree each."""
-    if weights == "unrolled":
-        rule = (
-            "needs layers that are alike, and these are a tuple: layers that differ share flat "
-            "arrays"
-        )
-        yield Problem("weights", weights, rule, {"weights": "stacked"})
     if model.layers_are_alike:
         yield (
             f"params['layers'] is a {type(layers).__name__} and Model.layer is not: {_FORMS} Stack "

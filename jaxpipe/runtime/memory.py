@@ -1,6 +1,7 @@
 """Memory of a training step: its buffers, predicted and compiled."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -161,9 +162,9 @@ def _free(pipe: Pipeline, bytes_by_buffer: dict[str, int]) -> int:
     """
     reduces, reduced = pipe.table.reduces, bytes_by_buffer.get("reduced", 0)
     if reduced and pipe.table.reduces_last(gathers=pipe.options.zero.shards_weights):
-        layers = pipe.layout.local.layers
-        parts = [leaf.summed.struct(sharded=True) for leaf in jax.tree.leaves(layers.piece)]
-        return reduced + tree_bytes(parts) * reduces.group // reduces.shares
+        part = partial(jax.tree.map, lambda leaf: leaf.summed.struct(sharded=True))
+        largest = max(tree_bytes(part(piece)) for piece in pipe.layout.local.layers.pieces)
+        return reduced + largest * reduces.group // reduces.shares
     return 0 if reduces.whole or reduces.shared.any() else reduced
 
 
@@ -178,7 +179,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
     and, where layers run in pairs, the schedule.
     """
     stages, chunks, layers = pipe.schedule.num_stages, 1, 2
-    params = dict(pipe.canonical_params)
+    params, layer_counts = dict(pipe.canonical_params), None
     if pipe.model.layers_are_alike:
         largest, stacked = max(pipe.table.layer_counts), pipe.options.weights == "stacked"
         if pipe.options.pair_layers:
@@ -193,6 +194,8 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((num_layers, *w.shape[1:]), w.dtype), params["layers"]
         )
+    elif pipe.options.weights == "unrolled":  # alike at the places of these chunks alone
+        chunks, layer_counts = pipe.schedule.num_chunks, pipe.options.layer_counts
     fused = Kind.BW in pipe.table.passes
     slices = pipe.schedule.num_slices
     schedule = one_f_one_b(stages, 2, fused=fused, num_slices=slices)
@@ -212,7 +215,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         parts = schedule.num_chunks * slices
         residuals = max(residuals, max(kept_on_devices(schedule)) / parts)
     options = dataclasses.replace(
-        pipe.options, layer_counts=None, poison=False, residuals=residuals
+        pipe.options, layer_counts=layer_counts, poison=False, residuals=residuals
     )
     return Pipeline(
         pipe.model,

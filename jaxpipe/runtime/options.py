@@ -17,10 +17,14 @@ from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, chosen_remat
-from jaxpipe.runtime.layout.whole_model import LAYOUTS
+from jaxpipe.runtime.layout.alike import first_misplaced
+from jaxpipe.runtime.layout.whole_model import LAYOUTS, layer_rows
 from jaxpipe.runtime.mesh import Axes, transfers_overlap
+from jaxpipe.runtime.trees import form_of, is_sequence, num_layers
+from jaxpipe.runtime.types import Params, Tree
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.problems import Problem
 
 
@@ -48,10 +52,11 @@ class Options:
         recompute the rest faster than they move it, and otherwise "none".
       zero: the arrays sharded over data: none (0), optimizer state (1), also gradients (2), also
         weights (3).
-      weights: the layout of a stage's weights, for layers that are alike. "stacked" is one array
-        per parameter, for any depth. "unrolled" is one array per layer, which saves GPUs copies of
-        weights and residuals. Its program grows with the layers of a stage and, up to a limit, with
-        the residuals kept at once. "auto" is unrolled on GPUs, up to 16 layers per stage.
+      weights: the layout of a stage's weights. "stacked" is one array per parameter, for any
+        depth; layers that differ share flat arrays. "unrolled" is one array per layer, which saves
+        GPUs copies of weights and residuals. It needs layers that are alike, or alike at each place
+        of all chunks. Its program grows with the layers of a stage and, up to a limit, with the
+        residuals kept at once. "auto" is unrolled on GPUs, up to 16 layers per stage.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, at least as many as a tick uses. With 2 or more, chunks move over data
         under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
@@ -118,16 +123,35 @@ class Options:
         narrow = leaf.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         return narrow if is_wider(leaf, narrow) else leaf.dtype
 
+    def why_packed(self, model: Model, params: Params, schedule: Schedule) -> Iterator[Problem]:
+        """Says why layers cannot be unrolled: two at one place of their chunks differ in function,
+        parameters or how axes split these."""
+        if model.layers_are_alike:
+            return
+        counts = self.layer_counts or partition([1] * len(params["layers"]), schedule.placement)
+        split: Tree = (model.axis_split or {}).get("layers")
+        parts = [part["layers"] for part in filters.split_trainable(params, self.trainable)]
+        of_layers = [
+            (model.layer_function(n), form_of(own), split[n] if is_sequence(split) else split)
+            for n, own in enumerate(zip(*parts, strict=True))
+        ]
+        if found := first_misplaced(layer_rows(schedule.placement, counts), of_layers):
+            rule = (
+                "needs layers that are alike, or alike at each place of all chunks: layers "
+                "{} and {}, at the same place, differ in function or parameters"
+            )
+            yield Problem("weights", "unrolled", rule.format(*found), {"weights": "stacked"})
+
     def on(
-        self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule, num_layers: int
+        self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule, params: Params
     ) -> Options:
-        """Returns the options with those that depend on the mesh decided."""
+        """Returns the options with those that depend on the mesh, or on layers, decided."""
         platform, weights, slots = mesh.devices.flat[0].platform, self.weights, self.weight_slots
         if weights == "auto":
             weights = defaults.weights(
                 platform=platform,
-                alike=model.layers_are_alike,
-                num_layers=num_layers,
+                alike=not list(self.why_packed(model, params, schedule)),
+                num_layers=num_layers(params["layers"]),
                 num_stages=schedule.num_stages,
             )
         if slots is None:

@@ -130,8 +130,8 @@ class Pipeline(Assembly):
         assert built is not None  # named_schedule gave none only with a problem, as did checks
         validate(built)
         leave_compilation_cache(mesh)  # of the whole process, for several CPU devices alone
-        mesh, depth = with_auto_axes(mesh), checks.num_layers(params["layers"])
-        decided = given.on(mesh, axes, model, built, depth)
+        mesh = with_auto_axes(mesh)
+        decided = given.on(mesh, axes, model, built, params)
         model = model.in_pairs() if decided.pair_layers else model
         super().__init__(model, params, built, mesh=mesh, axes=axes, states=states, options=decided)
         self._train_step = lru_cache(maxsize=8, typed=True)(partial(training_step.train_step, self))

@@ -43,6 +43,11 @@ def is_sequence(tree: Tree) -> bool:
     return type(tree) in (tuple, list)
 
 
+def num_layers(layers: Tree) -> int:
+    """Counts the layers of canonical ``params["layers"]``."""
+    return len(layers) if is_sequence(layers) else jax.tree.leaves(layers)[0].shape[0]
+
+
 def select(tree: Tree, like: Tree) -> Tree:
     """A tree with None in place of every leaf that another one lacks.
 

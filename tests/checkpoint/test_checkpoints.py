@@ -45,6 +45,10 @@ LAYOUTS = {
         {"schedule": "zb-v", "stage": 2, "data": 2, "zero": 1, "layer_counts": (1, 2, 0, 2)},
         {"schedule": "interleaved", "stage": 2, "data": 4, "zero": 3, "weights": "unrolled"},
     ],
+    "places": [
+        {"schedule": "1f1b", "stage": 4, "weights": "stacked"},
+        {"schedule": "zb-v", "data": 2, "zero": 3, "layer_counts": (2, 0, 2, 1)},
+    ],
     "stateful": [
         {"schedule": "1f1b", "stage": 4},
         {"schedule": "gpipe", "stage": 2, "layer_counts": (3, 5)},
@@ -56,7 +60,7 @@ OTHERS = [{"schedule": "1f1b", "stage": 4}, {"schedule": "interleaved", "data": 
 @pytest.mark.parametrize(
     "name",
     [
-        *("tied", "stateful"),
+        *("tied", "places", "stateful"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("uneven", "adapted", "adapted tuple")

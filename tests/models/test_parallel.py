@@ -64,6 +64,10 @@ QWEN_NEXT = GPTConfig(
     rotary_size=2, linear_heads=2, linear_value_heads=4, linear_key_size=6, linear_value_size=5,
     global_every=4, num_experts=4, expert_width=8, shared_width=4, shared_gate=True,
 )  # fmt: skip
+QWEN_DENSE = dataclasses.replace(
+    QWEN_NEXT, global_every=2, num_experts=None, expert_width=None, shared_width=None,
+    shared_gate=False,
+)  # fmt: skip
 DROPPING = {"num_experts": 4, "expert_every": 2, "balance_loss": 0.1, "capacity_factor": 0.5}
 RESNET = ResNetConfig(depth=20, num_classes=5, channels=1, width=4)
 BERT = BERTConfig(**SHAPE, num_layers=8, next_sentence=True)
@@ -146,6 +150,17 @@ FEW = {
         dataclasses.replace(DEEPSEEK, num_layers=1, dense_layers=None, dropout=0.0),
         *("zb-h1", {"stage": 2, "data": 2, "expert": 2}, 3, "dots"),
     ),
+    # Kinds of layers that are alike place by place have an array each.
+    "gemma": Case(
+        dataclasses.replace(GEMMA, num_layers=4, dropout=0.0),
+        *("1f1b-fused", {"stage": 2, "data": 2}, 3, "dots", "unrolled"),
+    ),
+    "gemma-in-v": Case(GEMMA, "zb-v", {"stage": 2, "tensor": 2}, 0, "none", "unrolled"),
+    "qwen-next": Case(
+        dataclasses.replace(QWEN_DENSE, num_layers=4),
+        *("1f1b-fused", {"stage": 2, "data": 2}, 3, "dots", "unrolled"),
+    ),
+    "qwen-next-in-turn": Case(QWEN_DENSE, "interleaved", {"stage": 2}, 0, "none", "unrolled"),
     "resnet-8-batch-norm": Case(
         dataclasses.replace(RESNET, depth=8, norm="batch"), "1f1b-fused", {"stage": 2}
     ),
@@ -201,8 +216,9 @@ def check(case: Case) -> None:
     )
 
 
-# Toys have such layers, states and pairs; `test_expert_axis` sends tokens in one layer.
+# Toys have such layers, states, pairs and places; `test_expert_axis` sends tokens in one layer.
 SLOW = ("deepseek", "transformer", "resnet-8-batch-norm", "mixture-sent-to-devices")
+SLOW += ("gemma-in-v", "qwen-next", "qwen-next-in-turn")
 
 
 @pytest.mark.parametrize(

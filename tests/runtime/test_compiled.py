@@ -326,6 +326,26 @@ def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
     assert writes_in_slots(program())
 
 
+def test_nothing_is_packed_where_layers_are_alike_place_by_place(monkeypatch):
+    """Two kinds of layers run without a gate and write what they keep where it waits."""
+    monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
+    config = dataclasses.replace(CONFIG, num_layers=2 * STAGES, window=7, global_every=2)
+
+    def program(weights: str) -> HloProgram:
+        given = {"weights": weights, "config": config, "data": 1}
+        pipe = make_pipeline("1f1b-fused", "dots", 0, **given)
+        return HloProgram(memory.compiled(pipe, batch(), options=AS_USED).as_text())
+
+    def gates(program: HloProgram) -> list[str]:
+        rows = itertools.chain(*program.computations.values())
+        return [row.text for row in rows if row.opcode == "while" and "/kind1_1of2/" in row.text]
+
+    unrolled = program("unrolled")
+    assert not gates(unrolled)
+    assert not writes_in_slots(unrolled)
+    assert gates(program("stacked"))
+
+
 def test_stacked_layers_are_slices_at_the_number_of_a_loop(monkeypatch):
     """XLA for GPUs reads and writes them where they lie if the loop's trips are known."""
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
@@ -361,6 +381,14 @@ def memory_is_predicted(name, remat, zero, **given) -> None:
     )
     compiled = memory.bytes_beside_arguments(step(name, remat, zero, **given))
     assert compiled == pytest.approx(predicted, rel=0.02)
+
+
+def test_memory_is_predicted_with_the_same_kinds_at_the_same_places():
+    """In equal chunks, these layers would not be alike place by place."""
+    pipe = toys.pipeline("places", num_layers=6, layer_counts=(4, 2))
+    small = memory._smallest(pipe)
+    assert small.schedule.num_microbatches == 2
+    assert (small.layout.layers.rows == pipe.layout.layers.rows).all()
 
 
 def test_predicted_memory_is_the_compiled_one():

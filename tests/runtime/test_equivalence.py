@@ -15,10 +15,10 @@ import toys
 from covering import covering, some
 
 from jaxpipe.runtime import assembly
-from jaxpipe.runtime.checks import num_layers
 from jaxpipe.runtime.layers.model import layer_key
 from jaxpipe.runtime.memory import buffers
 from jaxpipe.runtime.tick import setup
+from jaxpipe.runtime.trees import num_layers
 from jaxpipe.schedule import Costs, catalog
 
 ZERO, REMAT = (0, 1, 2, 3), ("none", "dots", "full")
@@ -47,6 +47,13 @@ CASES = [
     ("mixture stateful", "breadth-first-fused", {"stage": 2},
      {"microbatches": 3, "together": True}),
     ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled", "late": True}),
+    ("split tuple", "1f1b-fused", {"stage": 2, "data": 2},
+     {"zero": 2, "weights": "unrolled", "keyed": True}),
+    ("places", "zb-v", {"stage": 2}, {"num_layers": 7, "layer_counts": (2, 2, 2, 1), "late": True}),
+    ("places", "interleaved", {"stage": 2, "data": 2},
+     {"num_layers": 8, "zero": 3, "weight_slots": 2, "late": True, "remat": "dots"}),
+    ("places", "1f1b-fused", {"stage": 2, "data": 2},
+     {"num_layers": 6, "layer_counts": (4, 2), "zero": 3, "residuals": "host", "keyed": True}),
     ("untied", PACED, {"stage": 2, "data": 2},
      {"zero": 3, "microbatches": 4, "late": True, "slices": True}),
 ]
@@ -65,6 +72,8 @@ SLOW = [
      {"zero": 3, "microbatches": 3, "keyed": True}),
     ("adapted tuple", "1f1b-fused", {"stage": 2, "data": 2},
      {"zero": 3, "remat": "full", "keyed": True}),
+    ("adapted tuple", "1f1b", {"stage": 2, "data": 2},
+     {"zero": 3, "weights": "unrolled", "weight_slots": 2, "late": True}),
     ("split tuple", "1f1b", {"stage": 2, "data": 2}, {"zero": 2, "remat": "full", "keyed": True}),
 ]
 # fmt: on

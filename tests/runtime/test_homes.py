@@ -86,6 +86,32 @@ def test_muon_is_that_of_whole_matrices(depth, zero, mesh, schedule, weights):
     assert np.abs(got["up"] - start["layers"]["up"]).max() > 1e-2
 
 
+def test_muon_of_layers_that_are_alike_place_by_place():
+    """Two of a stage's four layers, at their homes at once, are of different kinds."""
+    start, depth = params(8), 8
+    layers = [jax.tree.map(lambda w, n=n: w[n], start["layers"]) for n in range(depth)]
+    start["layers"] = tuple(w if n % 2 else {"up": w["up"]} for n, w in enumerate(layers))
+
+    def layer(w, x, batch, rng):
+        return x
+
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"],
+        layer=(layer,) * depth,
+        head_loss=lambda outer, x, batch, rng: jnp.mean(x),
+    )
+    mesh = jaxpipe.make_mesh(stage=2, data=2)
+    given = {"schedule": "1f1b", "zero": 3, "weights": "unrolled"}
+    pipe = jaxpipe.Pipeline(model, start, mesh=mesh, **given)
+    placed = pipe.place(start)
+    got, _ = jax.jit(lambda w, state: pipe.update(OPTIMIZER, gradients(w, 0), state, w))(
+        placed, pipe.init(OPTIMIZER, placed)
+    )
+    updates, _ = jax.jit(OPTIMIZER.update)(gradients(start, 0), OPTIMIZER.init(start), start)
+    expected = optax.apply_updates(start, updates)
+    chex.assert_trees_all_close(jax.device_get(pipe.unplace(got)), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("depth", "mesh"), [(8, {"data": 2, "tensor": 2}), (4, {"data": 4})], ids=["8", "4"]
 )

@@ -311,7 +311,8 @@ MISTAKES = [
 OPTIONS = [
     ("tied", {"weights": "rows"}, "weights='rows' is not a layout; choose one of auto, stacked"),
     ("uneven", {"weights": "unrolled"},
-     "weights='unrolled' needs layers that are alike, and these are a tuple"),
+     "weights='unrolled' needs layers that are alike, or alike at each place of all chunks: layers "
+     "0 and 4, at the same place, differ in function or parameters.\nNearest valid: weights="),
     ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
     ("tied", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
     ("tied", {"zero": 3, "weight_slots": 0}, "weight_slots=0 holds no chunk.\nNearest valid: 1"),

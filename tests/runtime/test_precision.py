@@ -43,9 +43,14 @@ def pipeline(name, schedule="1f1b", **options) -> jaxpipe.Pipeline:
 
 
 def check(name, schedule, zero):
-    toy, rng, kept = toys.named(name), jax.random.key(1), () if name == "uneven" else ("bias",)
+    depth, kept = 8 if name == "places" else 9, () if name in ("uneven", "places") else ("bias",)
+    toy, rng, given = (
+        toys.named(name, depth),
+        jax.random.key(1),
+        {"zero": zero, "num_layers": depth},
+    )
     narrow = {"compute_dtype": "bfloat16", "full_precision": tuple(f"*{part}*" for part in kept)}
-    pipe, plain = pipeline(name, schedule, zero=zero, **narrow), pipeline(name, schedule, zero=zero)
+    pipe, plain = pipeline(name, schedule, **given, **narrow), pipeline(name, schedule, **given)
     found = jax.jit(pipe.value_and_grad)(pipe.place(toy.params), toy.batch(16), rng)
     start = plain.place(rounded(toy.params, *kept))
     chex.assert_trees_all_equal(found, jax.jit(plain.value_and_grad)(start, toy.batch(16), rng))
@@ -59,7 +64,7 @@ def test_a_step_is_that_of_rounded_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", toys.LAYOUTS)
+@pytest.mark.parametrize("name", [*toys.LAYOUTS, "places"])
 def test_a_step_is_that_of_rounded_weights_everywhere(name):
     for schedule in ("1f1b-fused", "zb-v", "breadth-first"):
         for zero in (0, 2, 3):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import mixture
 import numpy as np
 import optax
+import places
 import split_toy
 import toy
 import uneven
@@ -54,6 +55,9 @@ def named(name: str, num_layers: int = 9) -> Toy:
         model = whole = uneven.model(stateful=kind == "stateful")
         params, batch = uneven.params(), uneven.batch
         options = {"states": uneven.states()} if kind == "stateful" else {}
+    elif kind == "places":
+        model = whole = places.model(num_layers)
+        params, batch, options = places.params(num_layers), places.batch, {"weights": "unrolled"}
     elif kind == "adapted":
         model = whole = adapted.model(differ=differ)
         params, batch = adapted.params(differ=differ), adapted.batch

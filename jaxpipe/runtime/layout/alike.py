@@ -1,9 +1,10 @@
-"""Layers that are alike: stacked in one array per parameter, or unrolled in one per layer."""
+"""Layers that are alike: stacked in one array per parameter, or unrolled in one per layer, for
+which it is enough that they are alike place by place."""
 
 import abc
 import functools
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -20,6 +21,7 @@ from jaxpipe.runtime.types import (
     At,
     Flag,
     Index,
+    LayerParams,
     Leaves,
     Path,
     Shapes,
@@ -133,7 +135,7 @@ Rows: TypeAlias = Collection[tuple[int, int]]
 
 
 class Unrolled(_Alike):
-    """Parameters of layers that are alike, every row of a stage in arrays of its own.
+    """Parameters of layers, every row of a stage in arrays of its own.
 
     A stage's arrays are a dictionary from row ``chunk * layers + layer`` to the layer's tree. k
     slots are the rows of k chunks, and chunk c lies in those of chunk ``c % k``. The program must
@@ -144,13 +146,17 @@ class Unrolled(_Alike):
     own_arrays = True
 
     def _chunks(self, count: int) -> Leaves:
-        return dict.fromkeys(range(count * self.num_pieces), self.piece)
+        return {n: self._of_row(self.piece, n) for n in range(count * self.num_pieces)}
+
+    def _of_row(self, trees: Tree, number: Index) -> Tree:
+        return self.of_piece(trees, number % self.num_pieces)
 
     def cast(self, arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
-        return {n: cast(row, dtypes, scales and scales[n]) for n, row in arrays.items()}
+        given = {n: (w, self._of_row(dtypes, n), scales and scales[n]) for n, w in arrays.items()}
+        return {n: cast(*row) for n, row in given.items()}
 
     def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
-        return {n: largest(row, dtypes, layer_dims=0) for n, row in arrays.items()}
+        return {n: largest(w, self._of_row(dtypes, n), layer_dims=0) for n, w in arrays.items()}
 
     def piece_at(self, at: At, *, slot: Slot = None, share: Share | None = None) -> _UnrolledPlace:
         _, chunk, number = at
@@ -160,7 +166,8 @@ class Unrolled(_Alike):
         row, share = arrays[place.number % len(arrays)], place.share
         if share is None:
             return row
-        return jax.tree.map(lambda leaf, w: read_share(leaf, w, (), share), self.piece, row)
+        leaves = self._of_row(self.piece, place.number)
+        return jax.tree.map(lambda leaf, w: read_share(leaf, w, (), share), leaves, row)
 
     def write(self, arrays: Arrays, place: _UnrolledPlace, values: Stored) -> Arrays:
         number = place.number % len(arrays)
@@ -171,7 +178,8 @@ class Unrolled(_Alike):
             value = value.astype(w.dtype)
             return value if place.slot is None else overwrite(w, value, place.slot)
 
-        return arrays | {number: jax.tree.map(write, self.piece, arrays[number], values)}
+        leaves = self._of_row(self.piece, number)
+        return arrays | {number: jax.tree.map(write, leaves, arrays[number], values)}
 
     def loop(
         self, span: Span, body: Body, arrays: Arrays, carry: Carry, *, down: bool = False
@@ -269,6 +277,40 @@ class Unrolled(_Alike):
         for place in itertools.product(range(self.num_chunks), range(count)):
             carry = body(*place, carry)
         return carry
+
+
+class ByPlace(Unrolled):
+    """Parameters of layers that are alike place by place, unrolled: at each place of a chunk, all
+    chunks of all stages have layers with arrays of the same shapes. Canonical layers are a tree
+    each."""
+
+    def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, splits: Splits) -> None:
+        self.rows = rows
+        _, self.num_chunks, self.num_pieces = rows.shape
+        self._examples = rows.max(axis=(0, 1)).tolist()
+        self.canonical = self.piece = jax.tree.map_with_path(splits.leaf, layers)
+        self.placed = self._chunks(self.num_chunks)
+
+    def leaves_of(self, example: int) -> Leaves:
+        return self.piece[example]
+
+    def of_piece(self, trees: Tree, number: Index) -> Tree:
+        return trees[self._examples[number]]
+
+    @property
+    def pieces(self) -> Sequence[Leaves]:
+        return [self.piece[n] for n in self._examples]
+
+
+def first_misplaced(rows: np.ndarray, of_layers: Sequence[object]) -> tuple[int, int] | None:
+    """Finds two layers at one place of their chunks, by canonical number, of which something
+    differs; None if everything is alike place by place."""
+    for place in rows.reshape(-1, rows.shape[2]).T:
+        first, *others = place[place >= 0].tolist()
+        for n in others:
+            if of_layers[n] != of_layers[first]:
+                return first, n
+    return None
 
 
 def _joined(arrays: Arrays, own: Arrays) -> Arrays:

@@ -1,9 +1,10 @@
 """Buffers for values that layers keep and pass on: residuals, activations, cotangents.
 
-A buffer has slots; a slot holds the values of all layers of a chunk. If all layers are of one kind,
-every value has a buffer, ``[slots * layers, size]``. Layers of several kinds share one flat buffer
-per dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own; where int32
-does not reach its end, ``[slots, rows, 1024]``, in which a start is a row. An inbox is the
+A buffer has slots; a slot holds the values of all layers of a chunk. If a chunk has layers of the
+same kind at each place on all stages, every value of a kind has a buffer, ``[slots * layers,
+size]``, of so many layers of the kind. Other layers of several kinds share one flat buffer per
+dtype, ``[slots, size]``, in which every layer of a chunk has a start of its own; where int32 does
+not reach its end, ``[slots, rows, 1024]``, in which a start is a row. An inbox is the
 same with one activation per slot. Buffers are flat because loops that see natural shapes, or a
 dimension of 1, choose different layouts for them, and then transpose or copy whole buffers.
 
@@ -28,7 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxpipe.runtime.host import to_devices, to_host
 from jaxpipe.runtime.indices import start_at, unit_of
-from jaxpipe.runtime.types import Arrays, At, Index, Message
+from jaxpipe.runtime.types import Arrays, At, Index, Message, Shapes
 
 
 class _Value(NamedTuple):
@@ -55,6 +56,13 @@ class Piece(NamedTuple):
     parts: int
 
 
+def kinds_of_places(layers: np.ndarray) -> list[int] | None:
+    """The kind of the layers at each place of a chunk, from ``layers`` as of `SharedBuffers`; None
+    if some differ there."""
+    kinds = layers.max(axis=(0, 1))
+    return kinds.tolist() if ((layers == kinds) | (layers < 0)).all() else None
+
+
 class SharedBuffers:
     """Buffers that the values of layers of several kinds share.
 
@@ -75,19 +83,21 @@ class SharedBuffers:
         on_host: bool = False,
     ) -> None:
         self.on_host, self._tiled = on_host, tiled
-        self._alike = len(kinds) == 1
-        if self._alike:
-            self._dtypes = [leaf.dtype for leaf in kinds[0]]
-            self._stored = [leaf.shape if tiled else (leaf.size,) for leaf in kinds[0]]
-            alike = zip(kinds[0], self._stored, strict=True)
-            self._values = [[_Value(b, 0, leaf.shape, s) for b, (leaf, s) in enumerate(alike)]]
-            self._rows = layers.shape[2]
+        self._places = kinds_of_places(layers)
+        if self._places is not None:
+            of_kinds = [(kind, leaf) for kind, leaves in enumerate(kinds) for leaf in leaves]
+            self._dtypes = [leaf.dtype for _, leaf in of_kinds]
+            self._stored = [leaf.shape if tiled else (leaf.size,) for _, leaf in of_kinds]
+            self._values: list[list[_Value]] = [[] for _ in kinds]
+            for b, (kind, leaf) in enumerate(of_kinds):
+                self._values[kind].append(_Value(b, 0, leaf.shape, self._stored[b]))
+            self._rows = [self._places.count(kind) for kind, _ in of_kinds]
             return
         self._dtypes = list(dict.fromkeys(leaf.dtype for kind in kinds for leaf in kind))
         unit = unit_of(max(self._arranged(kinds, layers, unit=1), default=0))
         sizes = self._arranged(kinds, layers, unit=unit)
         self._stored = [_shape(size, unit) for size in sizes]
-        self._rows = 1
+        self._rows = [1] * len(sizes)
 
     def _arranged(
         self, kinds: Sequence[Sequence[jax.ShapeDtypeStruct]], layers: np.ndarray, *, unit: int
@@ -111,8 +121,8 @@ class SharedBuffers:
     def shapes(self, slots: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes of the buffers, each ``[slots * layers, ...]``."""
         return [
-            jax.ShapeDtypeStruct((slots * self._rows, *stored), dtype)
-            for stored, dtype in zip(self._stored, self._dtypes, strict=True)
+            jax.ShapeDtypeStruct((slots * rows, *stored), dtype)
+            for rows, stored, dtype in zip(self._rows, self._stored, self._dtypes, strict=True)
         ]
 
     def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
@@ -189,7 +199,7 @@ class SharedBuffers:
         """The indices at which a piece of a value starts."""
         within = (piece.part * size for size in value.shape[1:2])
         rest = (0 for _ in value.shape[2:])
-        return start_at(piece.slot * self._rows + piece.layer, *within, *rest)
+        return start_at(piece.slot * self._rows[0] + piece.layer, *within, *rest)
 
     def with_part(self, buffers: Arrays, part: Arrays) -> Arrays:
         """Replaces the part of a loop, which is all: as `KnownSlots.with_part`."""
@@ -203,8 +213,11 @@ class SharedBuffers:
 
     def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, ...]:
         stage, chunk, layer = at
-        if self._alike:
-            return start_at(slot * self._rows + layer, *[0] * len(value.stored))
+        if self._places is not None:
+            if len(set(self._places)) > 1:
+                of_kind = [self._places[:n].count(kind) for n, kind in enumerate(self._places)]
+                layer = jnp.asarray(of_kind, jnp.int32)[layer]
+            return start_at(slot * self._rows[value.buffer] + layer, *[0] * len(value.stored))
         start = jnp.asarray(self._starts, jnp.int32)[stage, chunk, layer, value.buffer]
         return start_at(slot, start + value.offset, *[0] * (len(value.stored) - 1))
 
@@ -215,30 +228,32 @@ def _shape(size: int, unit: int) -> tuple[int, ...]:
 
 
 class KnownSlots:
-    """Buffers whose slots the program knows, for layers of one kind: every value has a flat array
-    of its own in every slot, and for every layer, into which a kernel can write it.
+    """Buffers whose slots the program knows, for layers of one kind at each place: every value has
+    a flat array of its own in every slot, and for every layer, into which a kernel can write it.
 
     The buffers are a dictionary from ``slot * layers + layer`` to the values of that layer; if they
     are stacked, from slots to the values of all layers, ``[layers, size]``.
 
     Args:
-      values: the shapes of a layer's values.
-      num_layers: layers of the largest chunk.
-      stacked: whether the layers of a chunk share arrays.
+      kinds: for every kind, the shapes of a layer's values.
+      places: the kind of the layer at each place of the largest chunk.
+      stacked: whether the layers of a chunk, of one kind, share arrays.
     """
 
     on_host = False
 
-    def __init__(
-        self, values: Sequence[jax.ShapeDtypeStruct], num_layers: int, *, stacked: bool
-    ) -> None:
-        self._values, self._num_layers, self._stacked = values, num_layers, stacked
+    def __init__(self, kinds: Sequence[Shapes], places: Sequence[int], *, stacked: bool) -> None:
+        self._kinds, self._places, self._stacked = kinds, places, stacked
 
     def shapes(self, slots: int) -> dict[int, list[jax.ShapeDtypeStruct]]:
         """Shapes of the arrays."""
-        rows, arrays = ((self._num_layers,), 1) if self._stacked else ((), self._num_layers)
-        own = [jax.ShapeDtypeStruct((*rows, leaf.size), leaf.dtype) for leaf in self._values]
-        return dict.fromkeys(range(slots * arrays), own)
+        rows = (len(self._places),) if self._stacked else ()
+        of_kinds = [
+            [jax.ShapeDtypeStruct((*rows, leaf.size), leaf.dtype) for leaf in leaves]
+            for leaves in self._kinds
+        ]
+        places = self._places[:1] if self._stacked else self._places
+        return dict(enumerate([of_kinds[kind] for kind in places] * slots))
 
     def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
         """Makes the arrays, filled with what ``fill`` makes of a shape."""
@@ -257,7 +272,7 @@ class KnownSlots:
         """As `SharedBuffers.read`."""
         own = buffers[self._number(slot, at[2])]
         own = at_slot(own, at[2]) if self._stacked else own
-        return [w.reshape(leaf.shape) for w, leaf in zip(own, self._values, strict=True)]
+        return [w.reshape(leaf.shape) for w, leaf in zip(own, self._kinds[kind], strict=True)]
 
     def write(
         self, buffers: Arrays, kind: int, slot: int, at: At, values: Sequence[jax.Array]
@@ -267,7 +282,7 @@ class KnownSlots:
         return buffers | {number: put_slot(buffers[number], at[2], own) if self._stacked else own}
 
     def _number(self, slot: int, layer: Index) -> Index:
-        return slot if self._stacked else slot * self._num_layers + layer
+        return slot if self._stacked else slot * len(self._places) + layer
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:

@@ -4,7 +4,7 @@ Every function runs inside `jax.shard_map` and takes arrays together with the `L
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -110,21 +110,30 @@ Joined: TypeAlias = dict[_Key, jax.Array]
 shard's part ``[pieces, n]``."""
 
 
-def no_pieces(slots: Sequence[Index], shapes: Shapes, leaves: Leaves, *, sharded: bool) -> Joined:
-    """Zeros in place of pieces that go into these slots, or out of them, and whose arrays have
-    these shapes. Zeros that XLA knows, it would make before the first tick."""
-    one = jax.eval_shape(partial(_in_a_row, leaves=leaves, sharded=sharded), shapes)
+def room_for(pieces: Iterable[tuple[Shapes, Leaves]], *, sharded: bool) -> Shapes:
+    """The shapes of a piece's arrays as they are joined, of the widest piece of several."""
+    room: dict[_Key, jax.ShapeDtypeStruct] = {}
+    for shapes, leaves in pieces:
+        one = jax.eval_shape(partial(_in_a_row, leaves=leaves, sharded=sharded), shapes)
+        for key, w in one.items():
+            room[key] = max(room.get(key, w), w, key=lambda shape: shape.size)
+    return room
+
+
+def no_pieces(slots: Sequence[Index], room: Shapes) -> Joined:
+    """Zeros in place of pieces that go into these slots, or out of them, and need this room. Zeros
+    that XLA knows, it would make before the first tick."""
     zero = jnp.where(always(slots[0]), np.int32(0), np.int32(1))
     return {
         key: jnp.full((*w.shape[:-1], len(slots), w.shape[-1]), zero, w.dtype)
-        for key, w in one.items()
+        for key, w in room.items()
     }
 
 
 def put_piece(joined: Joined, n: int, values: Stored, leaves: Leaves, *, sharded: bool) -> Joined:
     """Writes the arrays of piece ``n``, whole or this data shard's parts."""
     own = _in_a_row(values, leaves, sharded=sharded)
-    return {
+    return joined | {
         key: lax.dynamic_update_index_in_dim(joined[key], w, np.int32(n), axis=-2)
         for key, w in own.items()
     }

@@ -67,7 +67,7 @@ class Piece:
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
         """Lists this device's parts of the arrays of the user's tree; ``sharded`` says whether data
         shards split them."""
-        leaves = jax.tree.leaves(self.piece)
+        leaves = jax.tree.leaves(self.leaves_of(example))
         values = jax.tree.leaves(stored)
         cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
         return list(map(DevicePart, values, cuts))
@@ -76,7 +76,8 @@ class Piece:
         self, parts: DeviceParts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         """Replaces the parts; elements that only pad an array become 0."""
-        cuts = [leaf.cut(axes, sharded=sharded) for leaf in jax.tree.leaves(self.piece)]
+        leaves = jax.tree.leaves(self.leaves_of(example))
+        cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
         padded = map(Cut.with_padding, cuts, parts)
         return jax.tree.unflatten(jax.tree.structure(stored), padded)
 
@@ -91,7 +92,8 @@ class LayerLayout(Piece, abc.ABC):
         chunk has fewer layers than the largest.
       canonical: the user's tree, every array a `Leaf`.
       placed: the arrays of one stage, every one a `Leaf`.
-      piece: the arrays that are gathered or reduced at once, every one a `Leaf`.
+      piece: the arrays that are gathered or reduced at once, every one a `Leaf`; where pieces
+        differ, those of all layers.
       in_shares: whether a piece may move in shares.
       in_rows: whether layers are rows, which are alike.
       own_arrays: whether every row has arrays of its own.
@@ -147,7 +149,7 @@ class LayerLayout(Piece, abc.ABC):
 
     def canonical_of(self, layer: int) -> Leaves:
         """One layer's parameters, every array a `Leaf`."""
-        return self.piece
+        return self.leaves_of(layer)
 
     def shape_of(self, layer: int) -> Shapes:
         return jax.tree.map(Leaf.struct, self.canonical_of(layer))
@@ -160,7 +162,16 @@ class LayerLayout(Piece, abc.ABC):
         """Undoes `pack`."""
         return stored
 
-    # Copies of weights in the dtypes that layers compute in, trees like a piece.
+    def of_piece(self, trees: Tree, number: Index) -> Tree:
+        """Selects what belongs to a piece, from something like `piece`: here all are alike."""
+        return trees
+
+    @property
+    def pieces(self) -> Sequence[Leaves]:
+        """What a piece may be."""
+        return [self.piece]
+
+    # Copies of weights in the dtypes that layers compute in, trees like `piece`.
 
     def compute_dtypes(self, dtype_of: Callable[[str, jax.ShapeDtypeStruct], DTypeLike]) -> Tree:
         """Finds the dtypes by ``dtype_of(path, shape)`` of canonical parameters."""

@@ -23,9 +23,9 @@ from jaxpipe.runtime.barriers import Carry, always, run_if, tie
 from jaxpipe.runtime.indices import repeat
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Cut, Leaf, MeshLayout, communicate
-from jaxpipe.runtime.layout.packed import Packed
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.trees import is_sequence
 from jaxpipe.runtime.types import Arrays, Index, LayerParams, Leaves, Stored, Tree
 
 
@@ -61,7 +61,7 @@ class LayersOnMesh(MeshLayout):
         return _inverse(self._unplace, self._place)(tree)
 
     def _place(self, canonical: Tree) -> Placed:
-        body = self._place_packed if isinstance(self.layers, Packed) else self._place_alike
+        body = self._place_each if is_sequence(self.layers.canonical) else self._place_alike
 
         def own(canonical: Tree) -> Placed:
             return self._of_stages(lambda w: w[None], body(canonical))
@@ -69,7 +69,7 @@ class LayersOnMesh(MeshLayout):
         return self._shard_map(own, self.canonical_specs(), self.specs(sharded=True))(canonical)
 
     def _unplace(self, placed: Placed) -> Tree:
-        body = self._unplace_packed if isinstance(self.layers, Packed) else self._unplace_alike
+        body = self._unplace_each if is_sequence(self.layers.canonical) else self._unplace_alike
 
         def own(placed: Placed) -> Tree:
             return body(jax.tree.map(lambda w: w[0], placed["layers"]))
@@ -194,7 +194,7 @@ class LayersOnMesh(MeshLayout):
 
     # Layers that differ: whole on every device, one after the other.
 
-    def _place_packed(self, canonical: Tree) -> Arrays:
+    def _place_each(self, canonical: Tree) -> Arrays:
         arrays = self._zeros(self._local.placed)
         for n, at in self._layers_in_order():
 
@@ -215,8 +215,8 @@ class LayersOnMesh(MeshLayout):
             arrays = self._in_turn(put, arrays)
         return arrays
 
-    def _unplace_packed(self, arrays: Arrays) -> Tree:
-        layers, dtypes = [], {group: w.dtype for group, w in arrays.items()}
+    def _unplace_each(self, arrays: Arrays) -> Tree:
+        layers = []
         for n, at in self._layers_in_order():
 
             def get(carry: Tree, n: int = n, at: Tree = at) -> Tree:
@@ -224,8 +224,10 @@ class LayersOnMesh(MeshLayout):
                 stored = self._local.read(arrays, self._local.layer_at(at, n))
 
                 def whole(leaf: Leaf, own: jax.Array) -> jax.Array:
-                    shape = leaf.data_parts, own.shape[1]
-                    cut = dataclasses.replace(leaf.cut(self.axes, sharded=True), shape=shape)
+                    cut, shape = leaf.cut(self.axes, sharded=True), list(own.shape)
+                    if leaf.data_dim is not None:
+                        shape[leaf.data_dim] *= leaf.data_parts
+                    cut = dataclasses.replace(cut, shape=tuple(shape))
                     return cut.whole(self._of_stage(at[0], own))
 
                 layer = jax.tree.map(whole, self._local.leaves_of(n), stored)
@@ -234,10 +236,8 @@ class LayersOnMesh(MeshLayout):
                 # Arrays that a loop does not change would not make the next one wait for it.
                 return tie(arrays, self._each(Cut.own, n, params))
 
-            nothing = jax.tree.map(
-                lambda leaf: jnp.zeros(self._own_shape(leaf), dtypes[Packed.group_of(leaf)]),
-                self._local.canonical[n],
-            )
+            _, layer = jax.eval_shape(get, (arrays, None))
+            nothing = jax.tree.map(jnp.zeros_like, layer)
             arrays, layer = self._in_turn(get, (arrays, nothing))
             layers.append(layer)
         return type(self._local.canonical)(layers)

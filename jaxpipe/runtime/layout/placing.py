@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
-from jaxpipe.runtime import checks, host
+from jaxpipe.runtime import host
 from jaxpipe.runtime.layout.leaf import MeshLayout
 from jaxpipe.runtime.layout.placed import Placed, other_orders
 from jaxpipe.runtime.mesh import unusable_context
@@ -19,6 +19,7 @@ from jaxpipe.runtime.trees import (
     is_sequence,
     leaf_mismatches,
     mismatches,
+    num_layers,
     shapes_of,
     strongly_typed,
 )
@@ -196,7 +197,7 @@ def _other_layers(name: str, tree: Tree, expected: Shapes) -> Iterator[str]:
     """Says it if layers are given in the other form, or too many or too few of them."""
     if not isinstance(tree, dict) or "layers" not in tree:
         return
-    at, layers, depth = f"{name}['layers']", tree["layers"], checks.num_layers(expected["layers"])
+    at, layers, depth = f"{name}['layers']", tree["layers"], num_layers(expected["layers"])
     if is_sequence(layers) != is_sequence(expected["layers"]):
         forms = "a tuple of one tree per layer", "one tree whose arrays stack all layers"
         found, wanted = forms if is_sequence(layers) else forms[::-1]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.alike import Stacked, Unrolled
+from jaxpipe.runtime.layout.alike import ByPlace, Stacked, Unrolled, first_misplaced
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout
 from jaxpipe.runtime.layout.moving import LayersOnMesh
@@ -31,13 +31,13 @@ from jaxpipe.runtime.trees import combine, form_of, is_sequence, select
 from jaxpipe.runtime.types import Leaves, OuterParams, Params, Path, Shapes, Tree, Unit
 from jaxpipe.schedule.placement import Placement
 
-LAYOUTS: dict[str, type[LayerLayout]] = {"stacked": Stacked, "unrolled": Unrolled}
-"""Layouts of layers that are alike, by name."""
+LAYOUTS = {"stacked": (Stacked, Packed), "unrolled": (Unrolled, ByPlace)}
+"""Layouts of layers that are alike, and of a sequence of trees, by name."""
 
 
 def layer_layout(layers: Tree, weights: str) -> type[LayerLayout]:
-    """Chooses the layout of canonical layers: packed for a sequence of trees, else by name."""
-    return Packed if is_sequence(layers) else LAYOUTS[weights]
+    """Chooses the layout of canonical layers."""
+    return LAYOUTS[weights][is_sequence(layers)]
 
 
 SHARED = "shared"
@@ -300,8 +300,10 @@ def _layers(layers: Shapes, params: Layout) -> LayerLayout:
     if isinstance(layers, optax.MaskedNode):
         return Stacked(layers, rows, _splits(layers, (), params))
     own = tuple(params.layers.canonical_of(n) for n in range(params.num_layers))
-    if like is Packed or any(form_of(layer) != form_of(layers[0]) for layer in layers):
-        return Packed(layers, rows, _splits(layers, own, params))
+    forms = list(map(form_of, layers))
+    if is_sequence(params.layers.canonical) or any(form != forms[0] for form in forms):
+        agree = like is ByPlace and first_misplaced(rows, forms) is None
+        return (ByPlace if agree else Packed)(layers, rows, _splits(layers, own, params))
 
     def stacked(w: Tree) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(layers), *w.shape), w.dtype)

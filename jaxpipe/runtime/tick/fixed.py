@@ -179,6 +179,14 @@ class Fixed:
         reduces = self.gradients is not None and self.gradients.reduces(self)
         return {"gathers": self.weights.gathers, "reduces": reduces}
 
+    def kinds_at(self, chunk: Index, layer: Index) -> list[LayerKind]:
+        """The kinds that a layer may be of: where the program knows its place, those that stages
+        have there."""
+        if not (isinstance(chunk, int) and isinstance(layer, int)):
+            return list(self.layers.kinds)
+        found = {self.layers.kind_of[n] for n in self.params.rows[:, chunk, layer] if n >= 0}
+        return [kind for kind in self.layers.kinds if kind.number in found]
+
     @property
     def num_layers(self) -> int:
         return sum(self.table.layer_counts)

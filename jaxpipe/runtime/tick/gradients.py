@@ -15,6 +15,7 @@ from jaxpipe.runtime.layout.data_axis import (
     reduce_gradients,
     reduce_joined,
     reduce_over_stages,
+    room_for,
 )
 from jaxpipe.runtime.layout.leaf import Share, share_of
 from jaxpipe.runtime.layout.placed import Placed
@@ -66,9 +67,9 @@ class Summed(GradientSink):
             at = fixed.stage, chunk, number
             total = fixed.params.read(sums, self._sums_at(fixed, at, transfer.slot))
             if self._in_place:
-                return self._put(fixed, at, None, sums, self._reduced(fixed, total)), reduced
+                return self._put(fixed, at, None, sums, self._reduced(fixed, total, at)), reduced
             total, reduced = tie(total, reduced)
-            shards = self._reduced(fixed, total)
+            shards = self._reduced(fixed, total, at)
             sums = self._cleared(fixed, at, transfer.slot, None, sums, shards)
             return sums, self._put(fixed, at, None, reduced, shards)
 
@@ -78,26 +79,25 @@ class Summed(GradientSink):
 
     def moving(self, fixed: Fixed) -> Shapes:
         count, shares = fixed.table.reduces.most_moved
-        leaves = share_of(fixed.params.piece, shares)
         parts = (False,) if self._in_place else (False, True)
-        pieces = [_summed(leaves, sharded=part) for part in parts]
-        return pieces * count if self.reduces(fixed) else []
+        rooms = [self._room(fixed, shares, sharded=part) for part in parts]
+        return rooms * count if self.reduces(fixed) else []
 
     @jax.named_scope("reduce")
     def take(
         self, fixed: Fixed, carried: Carried, moved: Sequence[MovedPiece]
     ) -> tuple[Carried, Joined]:
-        leaves = share_of(fixed.params.piece, moved[0].num_shares)
-
         def read(n: int, at: At, sums: Arrays, joined: Joined) -> Tree:
             slot, share = moved[n].slot, moved[n].share
+            leaves = self._leaves(fixed, moved[n].num_shares, at[2])
             total = fixed.params.read(sums, self._sums_at(fixed, at, slot, share))
             joined = put_piece(joined, n, total, leaves, sharded=False)
             if not moved[n].at_edge:
                 sums = self._cleared(fixed, at, slot, share, sums, joined)
             return sums, joined
 
-        empty = no_pieces([one.slot for one in moved], _summed(leaves), leaves, sharded=False)
+        room = self._room(fixed, moved[0].num_shares, sharded=False)
+        empty = no_pieces([one.slot for one in moved], room)
         sums, joined = run_pieces(fixed.stage, fixed.params, moved, read, carried.gradients, empty)
         return carried.but(gradients=sums), joined
 
@@ -109,10 +109,9 @@ class Summed(GradientSink):
     def finish(
         self, fixed: Fixed, carried: Carried, reduced: Joined, moved: Sequence[MovedPiece]
     ) -> Carried:
-        leaves, sharded = share_of(fixed.params.piece, moved[0].num_shares), not self._in_place
-        shapes = _summed(leaves, sharded=sharded)
-
         def put(n: int, at: At, arrays: Arrays, reduced: Joined) -> Tree:
+            leaves = self._leaves(fixed, moved[n].num_shares, at[2])
+            shapes = _summed(leaves, sharded=not self._in_place)
             values = get_piece(reduced, n, shapes, leaves)
             return self._put(fixed, at, moved[n].share, arrays, values), reduced
 
@@ -121,6 +120,16 @@ class Summed(GradientSink):
             fixed.stage, fixed.params, moved, put, getattr(carried, name), reduced
         )
         return carried.but(**{name: arrays})
+
+    def _leaves(self, fixed: Fixed, shares: int, number: Index) -> Leaves:
+        """Leaves of a piece, or of one of its shares."""
+        return share_of(fixed.params.of_piece(fixed.params.piece, number), shares)
+
+    def _room(self, fixed: Fixed, shares: int, *, sharded: bool) -> Shapes:
+        """The room that pieces, or shares of them, need on their way."""
+        shared = [share_of(piece, shares) for piece in fixed.params.pieces]
+        pieces = [(_summed(leaves, sharded=sharded), leaves) for leaves in shared]
+        return room_for(pieces, sharded=sharded)
 
     def _sums_at(self, fixed: Fixed, at: At, slot: Index, share: Share | None = None) -> Tree:
         """The place of the sums of a piece, or of a share of it."""
@@ -140,9 +149,9 @@ class Summed(GradientSink):
         zeros = jax.tree.map(jnp.zeros_like, fixed.params.read(sums, place))
         return fixed.params.write(sums, place, zeros)
 
-    def _reduced(self, fixed: Fixed, total: Stored) -> Stored:
-        zero = fixed.setup.options.zero
-        return reduce_gradients(total, fixed.params.piece, fixed.axes, zero=zero)
+    def _reduced(self, fixed: Fixed, total: Stored, at: At) -> Stored:
+        leaves, zero = self._leaves(fixed, 1, at[2]), fixed.setup.options.zero
+        return reduce_gradients(total, leaves, fixed.axes, zero=zero)
 
     def _put(
         self, fixed: Fixed, at: At, share: Share | None, arrays: Arrays, shards: Stored

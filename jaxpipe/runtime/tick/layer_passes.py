@@ -260,20 +260,22 @@ def _run_chunks(
 
 
 def _run_layer(work: Work, chunk: Index, layer: Index, carried: Carried) -> Carried:
-    """Runs a layer as its kind does: one loop per kind, all but one of them empty."""
-    kinds, step = work.fixed.layers.kinds, _STEPS[work.action]
-    if len(kinds) == 1:
-        layer_work, moved = work.of_layer(chunk, layer, kinds[0]), work.cell.moved
-        if moved is None:
-            return step(layer_work, carried)
-        move = _move_out if work.action is Kind.F else _move_back
-        return move(layer_work, moved, step, carried)
+    """Runs a layer as its kind does. If it may be of several, each has a loop, and all but one of
+    them are empty."""
+    fixed, step = work.fixed, _STEPS[work.action]
+    kinds = fixed.kinds_at(chunk, layer)
     for kind in kinds:
+        layer_work, moved = work.of_layer(chunk, layer, kind), work.cell.moved
+        if moved is not None:
+            move = _move_out if work.action is Kind.F else _move_back
+            return move(layer_work, moved, step, carried)
         if kind.split.hands_back and not work.action.is_forward:
             continue  # the message that has come is the one that goes
-        is_mine = work.fixed.kind_of[chunk, layer] == kind.number
-        one = functools.partial(step, work.of_layer(chunk, layer, kind))
-        carried = run_if(is_mine, one, carried)
+        if len(kinds) == 1:
+            return step(layer_work, carried)
+        is_mine, of_all = fixed.kind_of[chunk, layer] == kind.number, fixed.layers.kind_of
+        with jax.named_scope(f"kind{kind.number}_{of_all.count(kind.number)}of{len(of_all)}"):
+            carried = run_if(is_mine, functools.partial(step, layer_work), carried)
     return carried
 
 

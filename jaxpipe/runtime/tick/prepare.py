@@ -17,7 +17,7 @@ from jaxpipe.runtime.layers.jaxprs import collectives, dependent, read_leaves
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layers.model import output_shapes
 from jaxpipe.runtime.layers.split import split_layer
-from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
+from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers, kinds_of_places
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.tick.fixed import (
@@ -151,13 +151,13 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
       kind_of: as for `SharedBuffers`.
     """
     setup, buffers = fixed.setup, dict[str, SharedBuffers | KnownSlots]()
+    places = kinds_of_places(kind_of)
     on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
-    alike, parts = setup.knows_chunks and len(fixed.layers.kinds) == 1, setup.table.residual_parts
-    known = _known(fixed) if alike and setup.options.residuals == "device" else ()
+    on_device, parts = setup.options.residuals == "device", setup.table.residual_parts
+    known = _known(fixed) if places and setup.knows_chunks and on_device else ()
     for name, values in _left_behind(fixed.layers, setup).items():
-        if name in known:
-            stacked = fixed.loops_in_chunk
-            buffers[name] = KnownSlots(values[0], kind_of.shape[2], stacked=stacked)
+        if places and name in known:
+            buffers[name] = KnownSlots(values, places, stacked=fixed.loops_in_chunk)
         else:
             buffers[name] = SharedBuffers(
                 values, kind_of, tiled=setup.tiled, on_host=name in on_host

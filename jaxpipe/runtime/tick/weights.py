@@ -17,6 +17,7 @@ from jaxpipe.runtime.layout.data_axis import (
     get_piece,
     no_pieces,
     put_piece,
+    room_for,
 )
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
 from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
@@ -93,7 +94,7 @@ class Gathered(WeightSource):
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
             at = fixed.stage, chunk, number
             shards, slots = self._shards(fixed, held, at, None, slots)
-            whole = self._whole(fixed, shards)
+            whole = self._whole(fixed, shards, number)
             given = zip(fixed.setup.layer_layouts, slots, whole, strict=True)
             return [
                 layout.write(slot, layout.piece_at(at, slot=transfer.slot), one)
@@ -104,24 +105,18 @@ class Gathered(WeightSource):
 
     def moving(self, fixed: Fixed) -> Shapes:
         count, shares = fixed.table.gathers.most_moved
-        leaves = self._leaves(fixed, shares)
-        pieces = [self._piece_shapes(fixed, leaves, sharded=sharded) for sharded in (False, True)]
-        return pieces * count
+        return [self._rooms(fixed, shares, sharded=sharded) for sharded in (False, True)] * count
 
     @jax.named_scope("gather")
     def start(self, fixed: Fixed, held: Held, moved: Sequence[MovedPiece]) -> list[Joined]:
-        leaves = self._leaves(fixed, moved[0].num_shares)
-        shapes = self._piece_shapes(fixed, leaves, sharded=True)
-        slots = [piece.slot for piece in moved]
+        slots, shares = [piece.slot for piece in moved], moved[0].num_shares
 
         def read(n: int, at: At, nothing: Arrays, joined: list[Joined]) -> Tree:
             shards, joined = self._shards(fixed, held, at, moved[n].share, joined)
-            given = zip(joined, shards, leaves, strict=True)
+            given = zip(joined, shards, self._leaves(fixed, shares, at[2]), strict=True)
             return nothing, [put_piece(j, n, w, of, sharded=True) for j, w, of in given]
 
-        empty = [
-            no_pieces(slots, one, of, sharded=True) for one, of in zip(shapes, leaves, strict=True)
-        ]
+        empty = [no_pieces(slots, room) for room in self._rooms(fixed, shares, sharded=True)]
         _, joined = run_pieces(fixed.stage, fixed.params, moved, read, {}, empty)
         return [gather_joined(one, fixed.axes) for one in joined]
 
@@ -129,19 +124,16 @@ class Gathered(WeightSource):
     def finish(
         self, fixed: Fixed, held: Held, gathered: list[Joined], moved: Sequence[MovedPiece]
     ) -> Held:
-        def stored(
-            layout: LayerLayout, slots: Arrays, whole: Joined, shapes: Shapes, leaves: Leaves
-        ) -> Arrays:
+        def stored(c: int, layout: LayerLayout, slots: Arrays, whole: Joined) -> Arrays:
             def write(n: int, at: At, slots: Arrays, whole: Joined) -> Tree:
                 place = layout.piece_at(at, slot=moved[n].slot, share=moved[n].share)
-                return layout.write(slots, place, get_piece(whole, n, shapes, leaves)), whole
+                piece = self._pieces(fixed, moved[n].num_shares, at[2], sharded=False)[c]
+                return layout.write(slots, place, get_piece(whole, n, *piece)), whole
 
             return run_pieces(fixed.stage, layout, moved, write, slots, whole)[0]
 
-        leaves = self._leaves(fixed, moved[0].num_shares)
-        shapes = self._piece_shapes(fixed, leaves, sharded=False)
-        given = fixed.setup.layer_layouts, held.copies, gathered, shapes, leaves
-        return held._replace(copies=[stored(*one) for one in zip(*given, strict=True)])
+        given = zip(fixed.setup.layer_layouts, held.copies, gathered, strict=True)
+        return held._replace(copies=[stored(c, *one) for c, one in enumerate(given)])
 
     def _shards(
         self, fixed: Fixed, held: Held, at: At, share: Share | None, carried: Carry
@@ -160,24 +152,39 @@ class Gathered(WeightSource):
             None if one is None else layout.read(one, layout.piece_at(at))
             for layout, one in zip(layouts, held.scales, strict=True)
         ]
-        return list(map(cast, shards, fixed.setup.compute, scales)), carried
+        return list(map(cast, shards, self._dtypes(fixed, at[2]), scales)), carried
 
-    def _leaves(self, fixed: Fixed, shares: int) -> list[Leaves]:
+    def _leaves(self, fixed: Fixed, shares: int, number: Index) -> list[Leaves]:
         """Leaves of a piece, or of one of its shares, by layout."""
-        return [share_of(layout.piece, shares) for layout in fixed.setup.layer_layouts]
+        layouts = fixed.setup.layer_layouts
+        return [share_of(layout.of_piece(layout.piece, number), shares) for layout in layouts]
 
-    def _piece_shapes(self, fixed: Fixed, leaves: list[Leaves], *, sharded: bool) -> list[Shapes]:
-        """Shapes of what moves, or of a data shard's part, as it is gathered."""
+    def _dtypes(self, fixed: Fixed, number: Index) -> list[Tree]:
+        """Dtypes in which layers read a piece, by layout."""
+        assert fixed.setup.compute is not None
+        pairs = zip(fixed.setup.layer_layouts, fixed.setup.compute, strict=True)
+        return [layout.of_piece(dtypes, number) for layout, dtypes in pairs]
+
+    def _pieces(
+        self, fixed: Fixed, shares: int, number: Index, *, sharded: bool
+    ) -> list[tuple[Shapes, Leaves]]:
+        """Shapes of what moves, or of a data shard's part, as it is gathered, and its leaves."""
+        leaves = self._leaves(fixed, shares, number)
         own = jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), leaves)
-        if fixed.setup.compute is None:
-            return own
-        return jax.tree.map(
-            lambda shape, dtype: shape.update(dtype=dtype), own, list(fixed.setup.compute)
-        )
+        if fixed.setup.compute is not None:
+            dtypes = self._dtypes(fixed, number)
+            own = jax.tree.map(lambda shape, dtype: shape.update(dtype=dtype), own, dtypes)
+        return list(zip(own, leaves, strict=True))
 
-    def _whole(self, fixed: Fixed, shards: list[Stored]) -> list[Stored]:
-        pairs = zip(shards, fixed.setup.layer_layouts, strict=True)
-        return [gather(one, layout.piece, fixed.axes) for one, layout in pairs]
+    def _rooms(self, fixed: Fixed, shares: int, *, sharded: bool) -> list[Shapes]:
+        """The room that pieces, or shares of them, need on their way, by layout."""
+        numbers = range(len(fixed.params.pieces))
+        pieces = [self._pieces(fixed, shares, n, sharded=sharded) for n in numbers]
+        return [room_for(one, sharded=sharded) for one in zip(*pieces, strict=True)]
+
+    def _whole(self, fixed: Fixed, shards: list[Stored], number: Index) -> list[Stored]:
+        pairs = zip(shards, self._leaves(fixed, 1, number), strict=True)
+        return [gather(one, leaves, fixed.axes) for one, leaves in pairs]
 
     def layer(self, work: LayerWork) -> list[Stored]:
         return work.read(work.held.copies, slot=work.cell.weights)

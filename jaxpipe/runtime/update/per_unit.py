@@ -9,6 +9,7 @@ layer on one of the devices that share a stage, where other devices gather other
 (`jaxpipe.runtime.update.homes`).
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -53,6 +54,13 @@ class _Group(NamedTuple):
     @property
     def program(self) -> Slice:
         return self.slices[0]
+
+    def may_have(self, at: At) -> bool:
+        """Whether a layer at a place may be in the group: whether one is on any stage, if the
+        program knows the place."""
+        _, chunk, row = at
+        knows = isinstance(chunk, int) and isinstance(row, int)
+        return not knows or bool((self.index_in_group[:, chunk, row] >= 0).any())
 
     def env(self, index: Index, env: Env) -> Env:
         """The environment of a layer, whose variables may be others than the first one's."""
@@ -243,7 +251,9 @@ class PerUnit:
         # of their own, that is no work, and the loop would carry those of all rows.
         alone = len(groups) == 1 or self._params.layers.own_arrays
 
-        def run(group: _Group, index: Sequence[Index], results: list[Arrays]) -> list[Arrays]:
+        def run(
+            group: _Group, at: Sequence[At], index: Sequence[Index], results: list[Arrays]
+        ) -> list[Arrays]:
             def renew(stored: list[Stored]) -> list[Stored]:
                 first, stored = tie(_stacked([read(one, group.example) for one in at]), stored)
                 if len(at) == 1:
@@ -270,12 +280,14 @@ class PerUnit:
 
         renewed = list(results)
         for group in groups:
-            number = jnp.asarray(group.index_in_group)
-            index = [number[place] for place in at]
+            mine = [n for n, one in enumerate(at) if group.may_have(one)]
+            number, own = jnp.asarray(group.index_in_group), [at[n] for n in mine]
+            index = [number[place] for place in own]
             if len(at) > 1:
-                index = [jnp.where(k < left, n, -1) for k, n in enumerate(index)]
-            step = partial(run, group, index)
-            renewed = step(renewed) if alone else run_if(_any(index), step, renewed)
+                index = [jnp.where(k < left, n, -1) for k, n in zip(mine, index, strict=True)]
+            step = partial(run, group, own, index)
+            if mine:
+                renewed = step(renewed) if alone else run_if(_any(index), step, renewed)
         return renewed
 
     def _renew_at_homes(
@@ -284,9 +296,10 @@ class PerUnit:
         """Does as `_renew` for several layers at once, those that are in the group."""
 
         def renew(index: Index, stored: Sequence[Stored]) -> list[Stored]:
-            new = self._renew(group, stored, group.env(index, env), self._homes)
+            new = self._renew(group, stored, group.env(index, env), homes)
             return jax.tree.map(partial(jnp.where, index >= 0), new, stored[1:])
 
+        homes = dataclasses.replace(self._homes, layers=len(index))
         return jax.vmap(renew, axis_name=LAYERS)(jnp.stack(index), stored)
 
     def _each_layer(self, body: Callable[..., Tree], carry: Tree) -> Tree:
@@ -373,6 +386,8 @@ class PerUnit:
         self, group: _Group, at: At, layers: Sequence[Arrays], env: Env, scalars: list[jax.Array]
     ) -> list[jax.Array]:
         """A group's scalars, with those of the layer at a place if that is in the group."""
+        if not group.may_have(at):
+            return scalars
         index = jnp.asarray(group.index_in_group)[at]
 
         def run(scalars: list[jax.Array]) -> list[jax.Array]:
