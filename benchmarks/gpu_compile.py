@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -84,7 +85,9 @@ class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
     layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
     stage, where the vocabulary lies (split over all stages, at the ends of the pipeline, or where
-    the trainer puts it, "auto"), whether matmuls of weights run in 8-bit floats, and data shards.
+    the trainer puts it, "auto"), whether matmuls of weights run in 8-bit floats, data shards, and
+    the kinds of layers: one; two of equal work in turn; linear attention, as Qwen3-Next has it; or
+    that and full attention in every fourth layer, "hybrid".
     """
 
     hosts: int
@@ -98,6 +101,17 @@ class Case:
     vocabulary: str = "split"
     fp8: bool = False
     data: int = DATA
+    kinds: str = "one"
+
+    @property
+    def config(self) -> gpt.GPTConfig:
+        """The model, but for its depth."""
+        if self.kinds in ("one", "two"):
+            return CONFIG
+        every = 4 if self.kinds == "hybrid" else None
+        return dataclasses.replace(
+            CONFIG, linear_heads=16, linear_value_heads=32, global_every=every
+        )
 
     @property
     def stages(self) -> int:
@@ -269,13 +283,20 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         case.schedule, stages=case.stages, microbatches=m, chunks=case.chunks
     )
     num_layers = case.layers * schedule.placement.num_virtual_stages
-    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    config = dataclasses.replace(case.config, num_layers=num_layers)
     counts = {"auto": chosen_counts, "ends": _counts_beside_ends, "split": lambda *_: None}
     layer_counts = counts[case.vocabulary](config, schedule)
     devices = h100s(case.hosts * GPUS_PER_HOST)
+    model = gpt.model(config, vocabulary_axis="stage" if layer_counts is None else None)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    if case.kinds == "two":
+        functions = model.layer, functools.partial(model.layer)
+        model = dataclasses.replace(model, layer=functions * (num_layers // 2))
+        layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), params["layers"])
+        params["layers"] = (layer,) * num_layers
     return jaxpipe.Pipeline(
-        gpt.model(config, vocabulary_axis="stage" if layer_counts is None else None),
-        jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
+        model,
+        params,
         schedule=schedule,
         mesh=jaxpipe.make_mesh(stage=case.stages, data=case.data, devices=devices),
         remat=case.remat,

@@ -87,6 +87,7 @@ LIMITS = {
     "1x8 1f1b-fused, unrolled": Limits(1.32, 0, 0.035),
     "1x8 1f1b-fused, unrolled, dots": Limits(1.05, 0, 0.035),
     "1x8 1f1b-fused, unrolled, full": Limits(1.32, 0, 0.03),
+    "1x8 1f1b-fused, unrolled, dots, layers of two": Limits(1.05, 0, 0.035),
     "1x8 1f1b-fused, stacked, dots": Limits(1.38, 405, 0.03),
     "1x8 1f1b, unrolled": Limits(1.45, 0, 0.03),
     "1x8 1f1b, unrolled, dots": Limits(1.05, 0, 0.03),
@@ -129,7 +130,15 @@ def cases() -> list[Case]:
         )
         for name in names
     ]
-    return layers + steps + schedules
+    # Stacked layers that differ are packed. Ratios are to the GPT with full attention alone.
+    differ = [
+        change(case, schedule="1f1b-fused", kinds=kinds, weights=weights)
+        for kinds, weights in (
+            ("two", "stacked"), ("two", "unrolled"),
+            ("linear", "unrolled"), ("hybrid", "stacked"), ("hybrid", "unrolled"),
+        )
+    ]  # fmt: skip
+    return layers + steps + schedules + differ
 
 
 def label(case: Case) -> str:
@@ -137,7 +146,8 @@ def label(case: Case) -> str:
     remat = f", {case.remat}" if case.remat != "none" else ""
     ends = ", partition chosen" if case.vocabulary == "auto" else ""
     gpus = f"{case.hosts}x8" if case.data > 1 else f"{case.stages} stages"
-    return f"{gpus} {case.schedule}{zero}, {case.weights}{remat}{ends}"
+    kinds = f", layers of {case.kinds}" if case.kinds != "one" else ""
+    return f"{gpus} {case.schedule}{zero}, {case.weights}{remat}{ends}{kinds}"
 
 
 def table_of(title: str, *columns: str) -> Table:
@@ -240,7 +250,7 @@ def main() -> None:
             pipe = gpu_compile.pipeline(case)
             num_layers = sum(pipe.table.layer_counts)
             fsdp = sharded_step(case.hosts, num_layers, batch_rows(pipe))
-            step = pipeline_step(pipe, batch_rows(pipe))
+            step = pipeline_step(pipe, batch_rows(pipe), case.config)
         ideal = of * num_layers / case.stages * pipe.schedule.num_microbatches
         layers.add_row(*layer_row(name, step.passes, of))
         row = step_row(name, step, ideal, fsdp, bubble_of(pipe.schedule, step.passes))

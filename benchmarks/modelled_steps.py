@@ -40,7 +40,8 @@ _DEPTHS = 2, 4
 def weight_shapes(num_layers: int, config: gpt.GPTConfig = CONFIG) -> set[tuple[int, ...]]:
     """Shapes of a layer's matrices, also of several layers stacked and of data shards, sorted."""
     layers = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))["layers"]
-    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(layers) if leaf.ndim > 2]
+    lead = 0 if isinstance(layers, tuple) else 1
+    shapes = [leaf.shape[lead:] for leaf in jax.tree.leaves(layers) if leaf.ndim == lead + 2]
     whole = [(rows // n, columns) for n in (1, DATA, GPUS_PER_HOST) for rows, columns in shapes]
     return {tuple(sorted(shape)) for cut in whole for shape in (cut, (num_layers, *cut))}
 

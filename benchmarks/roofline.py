@@ -47,6 +47,7 @@ WAIT = Peak("host wait", 10e-6, "a copy of one flag to the host and the launch a
 _STARTS = {"collective-permute", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
 _SLICES = "dynamic_slice_fusion"
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_SHARE = re.compile(r'/kind\d+_(\d+)of(\d+)/while"')
 _GROUPS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -57,9 +58,12 @@ Trips = Callable[[Instruction], float]
 
 
 def known_trips(loop: Instruction) -> float:
-    """The trips that the program's text gives; once if it gives none."""
-    found = _TRIPS.search(loop.text)
-    return int(found[1]) if found else 1
+    """The trips that the program's text gives; once if it gives none, or for layers of one kind
+    among others as often as a layer is of it."""
+    if found := _TRIPS.search(loop.text):
+        return int(found[1])
+    share = _SHARE.search(loop.text)
+    return int(share[1]) / int(share[2]) if share else 1
 
 
 def total(spent: Spent) -> float:
