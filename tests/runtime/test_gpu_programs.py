@@ -18,7 +18,7 @@ from benchmarks import (
 )
 from benchmarks.hlo import HloProgram, Scope, is_around, layers_of, scope_of
 from benchmarks.kernels import Use, kernel
-from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups
+from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups, known_trips
 from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
@@ -273,6 +273,11 @@ def test_a_loop_takes_its_trips_and_a_launch_for_every_question_whether_to_go_on
     product = 2 * (32 * 64 + 64 * 256 + 32 * 256) / PEAKS["memory"].value
     assert three[Use.MATMUL] - none[Use.MATMUL] == pytest.approx(3 * product)
     assert three[Use.LAUNCHES] - none[Use.LAUNCHES] == pytest.approx(6 * LAUNCH.value)
+
+
+def test_layers_of_one_kind_run_in_a_loop_as_often_as_a_layer_is_of_it():
+    assert known_trips(loop("F/while/body/kind1_4of16")) == 0.25
+    assert known_trips(loop("F/while/body/others")) == 1
 
 
 def test_the_host_waits_for_loops_that_communicate():
