@@ -31,3 +31,17 @@ def test_what_is_given_stays(given):
     options = toys.pipeline("tied", "1f1b", {"stage": 2}, num_layers=4, **given).options
     on_cpus = {"weights": "stacked", "weight_slots": 1}
     assert vars(options) | on_cpus | given == vars(options)
+
+
+def test_layers_that_are_alike_place_by_place_are_alike(monkeypatch):
+    """Of two kinds in turn, chunks of four layers begin with the same; chunks of three do not."""
+    seen = []
+
+    def weights(*, alike, **_):
+        seen.append(alike)
+        return "stacked"
+
+    monkeypatch.setattr(defaults, "weights", weights)
+    for num_layers in (8, 6):
+        toys.pipeline("places", num_layers=num_layers, weights="auto")
+    assert seen == [True, False]
