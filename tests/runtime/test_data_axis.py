@@ -27,6 +27,7 @@ from jaxpipe.runtime.layout.data_axis import (
     put_piece,
     reduce_gradients,
     reduce_joined,
+    room_for,
 )
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.mesh import Axes
@@ -68,7 +69,8 @@ def test_shards_gather_the_array_and_reduce_to_their_parts_of_the_sum(dim):
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_joined_pieces_move_as_their_arrays_do_by_themselves(zero):
-    """Two pieces of arrays that are split in several dimensions, or not at all, of two dtypes."""
+    """Two pieces of arrays that are split in several dimensions, or not at all, of two dtypes; the
+    first lacks some."""
     axes, level, rng = Axes(), Zero(zero), np.random.default_rng(1)
     leaves = {
         "rows": Leaf((8, 3), jnp.float32, None, 0, SHARDS),
@@ -76,25 +78,25 @@ def test_joined_pieces_move_as_their_arrays_do_by_themselves(zero):
         "narrow": Leaf((4,), jnp.bfloat16, None, 0, SHARDS),
         "whole": Leaf((3,), jnp.float32, None, None),
     }
-    values = [
-        jax.tree.map(
-            lambda leaf: rng.integers(9, size=(SHARDS, *leaf.shape)).astype(leaf.dtype), leaves
-        )
-        for _ in range(2)
-    ]
+    kinds = [{name: leaves[name] for name in ("rows", "whole")}, leaves]
+    values = jax.tree.map(
+        lambda leaf: rng.integers(9, size=(SHARDS, *leaf.shape)).astype(leaf.dtype), kinds
+    )
 
     def run(own):
-        shapes = jax.tree.map(Leaf.struct, leaves)
-        joined = no_pieces([0, 1], shapes, leaves, sharded=False)
+        shapes = jax.tree.map(Leaf.struct, kinds)
+        room = room_for(zip(shapes, kinds, strict=True), sharded=False)
+        joined = no_pieces([0, 1], room)
         for n, piece in enumerate(own):
-            joined = put_piece(joined, n, piece, leaves, sharded=False)
+            joined = put_piece(joined, n, piece, kinds[n], sharded=False)
         joined = reduce_joined(joined, axes, zero=level)
-        alone = [reduce_gradients(piece, leaves, axes, zero=level) for piece in own]
-        shapes = jax.eval_shape(lambda: alone[0])
-        found = [get_piece(joined, n, shapes, leaves) for n in range(2)]
+        pairs = list(zip(own, kinds, strict=True))
+        alone = [reduce_gradients(piece, of, axes, zero=level) for piece, of in pairs]
+        shapes = jax.eval_shape(lambda: alone)
+        found = [get_piece(joined, n, shapes[n], kinds[n]) for n in range(2)]
         if zero == 0:
             return found, alone
-        shards = no_pieces([0], shapes, leaves, sharded=True)
+        shards = no_pieces([0], room_for([(shapes[1], leaves)], sharded=True))
         shards = put_piece(shards, 0, alone[1], leaves, sharded=True)
         whole = gather(alone[1], leaves, axes)
         again = get_piece(gather_joined(shards, axes), 0, jax.eval_shape(lambda: whole), leaves)
