@@ -303,16 +303,22 @@ def doubt(placed: PlacedPlan, program: Program, seconds: Mapping[str, float]) ->
     """Seconds that a step may take longer where no published run says what is assumed: half of what
     pairs hide; all transfers of ZeRO-3 over many hosts once more; with fewer microbatches than two
     per stage, half of the waits, which nothing evens out."""
-    plan, doubted = placed.plan, 0.0
+    plan, doubted = placed.plan, doubt_of_hosts(placed)
     if hidden := hidden_in_pairs(placed):
         pairs = grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
         doubted += 0.5 * hidden * pairs
-    if plan.zero.shards_weights and placed.data_hosts > MOST_HOSTS:
-        layers = placed.model.num_layers / plan.stage
-        doubted += layers * sum(transfer(placed)) * (1 if plan.weight_slots > 1 else plan.passes)
     if plan.microbatches < 2 * plan.stage > 2:
         doubted += 0.5 * seconds["waits"]
     return doubted
+
+
+def doubt_of_hosts(placed: PlacedPlan) -> float:
+    """The part of `doubt` that no schedule changes."""
+    plan = placed.plan
+    if not (plan.zero.shards_weights and placed.data_hosts > MOST_HOSTS):
+        return 0.0
+    layers = placed.model.num_layers / plan.stage
+    return layers * sum(transfer(placed)) * (1 if plan.weight_slots > 1 else plan.passes)
 
 
 def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:

@@ -281,7 +281,7 @@ def screen(
             except ArgumentError:
                 excluded["schedule"] += 1
             else:
-                add(family, _measures(family[0], goal, seconds, least.memory), refined=True)
+                add(family, _of_one(family[0], goal, seconds, least.memory), refined=True)
         elif (prediction := evaluated(family[0], goal, excluded, slower)) is not None:
             predictions.append(prediction)
             new = prediction.measures
@@ -297,7 +297,7 @@ def _least(family: Family, goal: Goal) -> Measures:
     """Bounds what each plan of a family takes from below."""
     placed = family[0]
     if len(family) == 1:
-        return _measures(placed, goal, cost.least_seconds(placed), cost.least_bytes(placed))
+        return _of_one(placed, goal, cost.least_seconds(placed), cost.least_bytes(placed))
     fastest = {one.plan.schedule: one for one in reversed(family)}
     leanest = plans.leanest(family)
     memory = min(cost.least_bytes(one, among=fastest) for one in leanest)
@@ -305,9 +305,15 @@ def _least(family: Family, goal: Goal) -> Measures:
 
 
 def _measures(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:
-    """Extends seconds of a step to those of the training, and to its cost."""
-    seconds *= goal.steps_of(placed)
+    """Extends seconds of a step without stragglers to those of the training, and to its cost."""
+    seconds *= (1 + placed.cluster.straggling) * goal.steps_of(placed)
     return Measures(seconds, memory, seconds * placed.cluster.dollars_per_second)
+
+
+def _of_one(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:
+    """Does as `_measures` with what is doubted of a plan, whatever its schedule."""
+    doubted = cost.doubt_of_hosts(placed) / (1 + placed.cluster.straggling)
+    return _measures(placed, goal, seconds + doubted, memory)
 
 
 def evaluated(
@@ -324,7 +330,7 @@ def evaluated(
         excluded["schedule"] += 1
         return None
     if least <= room(placed):
-        if slower(_measures(placed, goal, cost.least_seconds(placed, program), least)):
+        if slower(_of_one(placed, goal, cost.least_seconds(placed, program), least)):
             excluded["slower"] += 1
             return None
         parts = cost.device_bytes(placed, program)
