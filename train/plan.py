@@ -83,7 +83,7 @@ class Planned:
             if self._may_cut(context, tensor, slices)
             for remat in _REMATS
         ]
-        simulate_devices(max(math.prod(case.mesh) for case in cases))
+        simulate_devices(max(most, *(math.prod(case.mesh) for case in cases)))
         return self.counted(cases, progress)
 
     def counted(self, cases: Sequence[Variant], progress: Callable[[float], None]) -> ModelSizes:
