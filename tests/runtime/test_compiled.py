@@ -338,7 +338,7 @@ def test_nothing_is_packed_where_layers_are_alike_place_by_place(monkeypatch):
 
     def gates(program: HloProgram) -> list[str]:
         rows = itertools.chain(*program.computations.values())
-        return [row.text for row in rows if row.opcode == "while" and "/kind1_1of2/" in row.text]
+        return [row.text for row in rows if row.opcode == "while" and "/kind1_4of8/" in row.text]
 
     unrolled = program("unrolled")
     assert not gates(unrolled)
