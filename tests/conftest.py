@@ -20,18 +20,16 @@ os.environ.pop("COLUMNS", None)
 # them.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# In turn: eight devices. A hang at a collective is a failure. Two passes take a fifth of the time
-# that a program with loops takes to compile. Collectives keep their order: the scheduler that is
-# switched off may run those at the end of programs made for GPUs in any, so that they meet each
-# other. Plain emitters more than halve the time to compile, and newer versions of XLA do not know
-# the flag. Programs here are too small to be compiled in parts, which saves a tenth. Tests that
-# look at compiled programs leave out the passes and the emitters (`compilations.AS_USED`).
+# The second flag turns a hang at a collective into a failure. The passes of the third one take a
+# fifth of the time that a program with loops takes to compile. The fourth one more than halves that
+# time; newer versions of XLA do not know it. Tests that look at compiled programs leave both out
+# (`compilations.AS_USED`). The last one saves a tenth: programs here are too small to be compiled
+# in parts.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + f" {limits.collectives()}"
     + " --xla_disable_hlo_passes=while-loop-invariant-code-motion,simplify-while-loops"
-    + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else "")
     + (" --xla_cpu_parallel_codegen_split_count=1" if version("jax").startswith("0.10.") else "")
 )

@@ -2,6 +2,9 @@
 
 import collections
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -159,12 +162,25 @@ def test_equals_the_unpipelined_model(name, stages, zero, layers, count, options
     assert (pipe.table.reduces.group, pipe.table.reduces.shares) == (1, count)
 
 
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""GPUs run the sums at the end of a step in the program's order. On CPUs, this scheduler runs those
+of one program that is made for GPUs in any order, so that they meet each other; only a new process
+can do without it."""
+
+
 @pytest.mark.parametrize(
     ("name", "zero", "layers"),
     some([("1f1b-fused", 3, 6), ("zb-v", 2, 11), ("interleaved", 1, 8)], ("zb-v", 3, 11)),
 )
-def test_the_first_and_the_last_chunk_move_under_their_own_layers(name, zero, layers, monkeypatch):
+def test_the_first_and_the_last_chunk_move_under_their_own_layers(
+    name, zero, layers, request, monkeypatch
+):
     """Of the last chunk W completes the first layer first, a fused backward the last one."""
+    if (name, zero) == ("zb-v", 2) and IN_ORDER not in os.environ["XLA_FLAGS"]:
+        env = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {IN_ORDER}"}
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "slow", request.node.nodeid]
+        subprocess.run(command, env=env, check=True, cwd=request.config.rootpath)
+        return
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     options = {"num_layers": layers, "weights": "unrolled", "weight_slots": 2, "microbatches": 4}
     pipe = toys.check("tied", name, {"stage": 2, "data": 2}, zero=zero, **options)
