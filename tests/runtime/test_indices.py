@@ -139,24 +139,25 @@ def test_results_are_the_same_where_indices_count_rows(name, schedule, options, 
 def test_buffers_and_weights_that_int32_does_not_reach_are_traced():
     """Each microbatch's activation has 2**31 elements, and each stage's weights have more."""
     size = jax.ShapeDtypeStruct((2**28,), "float32")
+    layers = (
+        lambda w, x, batch, rng: jnp.tanh(x * w["one"]),
+        lambda w, x, batch, rng: x + jnp.sin(x * w["two"] * w["three"].sum(0)),
+    )
     model = jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"],
-        layer=(
-            lambda w, x, batch, rng: jnp.tanh(x * w["one"]),
-            lambda w, x, batch, rng: x + jnp.sin(x * w["two"] * w["three"].sum(0)),
-        )
-        * 2,
+        layer=layers + layers[::-1],  # else each kind has buffers of its own
         head_loss=lambda outer, x, batch, rng: x.mean(),
     )
     wide = jax.ShapeDtypeStruct((2**3, 2**28), "float32")
-    params = {"embed": {}, "layers": ({"one": size}, {"two": size, "three": wide}) * 2, "head": {}}
+    weights = {"one": size}, {"two": size, "three": wide}
+    params = {"embed": {}, "layers": weights + weights[::-1], "head": {}}
     pipe = jaxpipe.Pipeline(model, params, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2))
     sgd, batch = optax.sgd(0.1), {"x": jax.ShapeDtypeStruct((32, 2**28), "float32")}
     state, step = pipe.optimizer_placing(sgd).placed, pipe.train_step(sgd)
     loss, placed, _ = jax.eval_shape(step, pipe.placed_params, state, batch)
     assert loss.shape == ()
-    (weights,) = jax.tree.leaves(placed["layers"])
-    assert weights.shape[-1] > indices.LONGEST
+    (packed,) = jax.tree.leaves(placed["layers"])
+    assert packed.shape[-1] > indices.LONGEST
     (kept,) = buffers(pipe, batch)["until_b"]
     assert kept.shape[1] * kept.shape[2] > indices.LONGEST
     assert max(kept.shape) < 2**31
