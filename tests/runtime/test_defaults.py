@@ -34,7 +34,7 @@ def test_what_is_given_stays(given):
 
 
 def test_layers_that_are_alike_place_by_place_are_alike(monkeypatch):
-    """Of two kinds in turn, chunks of four layers begin with the same; chunks of three do not."""
+    """With two kinds in turn, chunks of four layers begin with the same, chunks of three do not."""
     seen = []
 
     def weights(*, alike, **_):

@@ -122,7 +122,7 @@ def test_devices_without_such_memory_are_refused():
 
 @pytest.mark.pipeline
 def test_a_tree_goes_to_the_host_in_parts(monkeypatch):
-    """Where it is what `unplace` gives, and no part is much more than an eighth; a small tree goes
+    """The parts make what `unplace` gives, none is much more than an eighth, and a small tree goes
     at once."""
     pipe, optimizer = pipeline(zero=3), optax.adam(1e-2)
     assert len(pipe.params_placing.parts) == 1

@@ -44,11 +44,8 @@ def pipeline(name, schedule="1f1b", **options) -> jaxpipe.Pipeline:
 
 def check(name, schedule, zero):
     depth, kept = 8 if name == "places" else 9, () if name in ("uneven", "places") else ("bias",)
-    toy, rng, given = (
-        toys.named(name, depth),
-        jax.random.key(1),
-        {"zero": zero, "num_layers": depth},
-    )
+    given = {"zero": zero, "num_layers": depth}
+    toy, rng = toys.named(name, depth), jax.random.key(1)
     narrow = {"compute_dtype": "bfloat16", "full_precision": tuple(f"*{part}*" for part in kept)}
     pipe, plain = pipeline(name, schedule, **given, **narrow), pipeline(name, schedule, **given)
     found = jax.jit(pipe.value_and_grad)(pipe.place(toy.params), toy.batch(16), rng)

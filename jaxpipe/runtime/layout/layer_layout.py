@@ -168,7 +168,7 @@ class LayerLayout(Piece, abc.ABC):
 
     @property
     def pieces(self) -> Sequence[Leaves]:
-        """What a piece may be."""
+        """The pieces of a chunk that differ, or the one that all are like."""
         return [self.piece]
 
     # Copies of weights in the dtypes that layers compute in, trees like `piece`.

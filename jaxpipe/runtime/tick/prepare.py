@@ -154,7 +154,8 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
     places = kinds_of_places(kind_of)
     on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
     on_device, parts = setup.options.residuals == "device", setup.table.residual_parts
-    known = _known(fixed) if places and setup.knows_chunks and on_device else ()
+    apart = fixed.params.own_arrays or len(fixed.layers.kinds) == 1  # several share no stack
+    known = _known(fixed) if places and apart and setup.knows_chunks and on_device else ()
     for name, values in _left_behind(fixed.layers, setup).items():
         if places and name in known:
             buffers[name] = KnownSlots(values, places, stacked=fixed.loops_in_chunk)
