@@ -426,10 +426,13 @@ def model(
     if config.residual_streams > 1:
         spread = functools.partial(streams.spread, num_streams=config.residual_streams)
         merging = {"spread": spread, "merge": streams.merge}
-    paired_layer = None
-    if tensor_axis is not None and config.layers_are_alike:
+    paired_layer: Any = None
+    if tensor_axis is not None:
         whole = dataclasses.replace(sharing, tensor=Tensor(tensor_axis, in_pieces=False))
-        paired_layer = _layer(config, config.layer_kinds[0], whole)
+        paired = {kind: _layer(config, kind, whole) for kind in set(config.layer_kinds)}
+        paired_layer = tuple(paired[kind] for kind in config.layer_kinds)
+        if config.layers_are_alike:
+            paired_layer = paired_layer[0]
     outer = _outer_shapes(config)
     split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
     shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]

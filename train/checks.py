@@ -245,24 +245,16 @@ def _depth(config: Config) -> list[str]:
 
 
 def _alike(config: Config) -> Iterator[Failure]:
-    """Finds settings that need layers that are alike."""
+    """Finds a setting that needs layers that are alike."""
     residuals = config.pipeline.residuals
-    nearest = {
-        "pair_layers=true": "null",
-        f"residuals={residuals}": "host",
-    }
-    given = (
-        config.pipeline.pair_layers,
-        not isinstance(residuals, str),
-    )
-    settings = list(itertools.compress(nearest, given))
-    if settings and isinstance(tasks.make(config).model(train=True, axis=None).layer, tuple):
-        for setting in settings:
-            yield Failure(
-                f"pipeline.{setting} needs layers that are alike; those of task={config.task} "
-                f"differ. Nearest valid: {nearest[setting]}.",
-                (f"pipeline.{setting.partition('=')[0]}", "task"),
-            )
+    if isinstance(residuals, str):
+        return
+    if not tasks.make(config).model(train=True, axis=None).layers_are_alike:
+        yield Failure(
+            f"pipeline.residuals={residuals} needs layers that are alike; those of "
+            f"task={config.task} differ. Nearest valid: host.",
+            ("pipeline.residuals", "task"),
+        )
 
 
 def _compute_dtype(config: Config) -> Iterator[Failure]:

@@ -181,8 +181,9 @@ class PipelineConfig(Section):
     """Weights of layers whose matmuls run in 8-bit floats: patterns of their paths, such as
     "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3.
     Activations are quantized in E4M3, and gradients at a matmul's output in E5M2. Layers must be
-    alike and may only multiply by these weights, which excludes experts that drop nothing, and
-    norms. `jaxpipe plan` keeps the patterns and predicts with them."""
+    alike, at least at each place of all chunks, and may only multiply by these weights, which
+    excludes experts that drop nothing, and norms. `jaxpipe plan` keeps the patterns and predicts
+    with them."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA flags for GPUs that the trainer sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. A flag that is already in XLA_FLAGS stays."""
@@ -195,7 +196,7 @@ class PipelineConfig(Section):
     pair_layers: bool | None = None
     """Whether forwards and backwards that the schedule overlaps, as dualpipe-v-published does, run
     layer by layer in one loop, in which matmuls of one hide communication of the other. null is
-    true on GPUs with tensor, context or expert axes, if layers are alike."""
+    true on GPUs with tensor, context or expert axes, if layers are alike or unrolled."""
     update: Literal["step", "chunk"] = "step"
     """Time at which the optimizer runs: after the "step", with the gradients of all layers, or for
     each "chunk" as soon as its gradient is complete, which keeps only the gradients of unfinished

@@ -78,9 +78,31 @@ def arguments(
     if states is not None:
         malformed += _states(states)
     malformed = malformed or list(_layer_numbers(params, states, schedule, options.layer_counts))
-    if not (malformed or malformed_mesh or schedule is None) and options.weights == "unrolled":
-        malformed += options.why_packed(model, params, schedule)
+    if not (malformed or malformed_mesh or schedule is None):
+        malformed += _places(model, params, schedule, options)
     yield from malformed
+
+
+def _places(
+    model: Model, params: Params, schedule: Schedule, options: Options
+) -> Iterator[Problem]:
+    """Yields options that need layers which are alike, or alike at each place of all chunks."""
+    if model.layers_are_alike or not (names := options.of_places):
+        return
+    misplaced, defaults = options.misplaced(model, params, schedule), Options()
+    for name in names:
+        value, nearest = getattr(options, name), {name: getattr(defaults, name)}
+        if misplaced is not None:
+            rule = (
+                "needs layers that are alike, or alike at each place of all chunks: layers {} and "
+                "{}, at the same place, differ in function or parameters"
+            )
+            nearest = {name: "stacked"} if name == "weights" else nearest
+            yield Problem(name, value, rule.format(*misplaced), nearest)
+        elif options.weights == "stacked":
+            rule = "needs arrays for every layer where layers differ, and not $weights"
+            others = {"weights": "stacked"}
+            yield Problem(name, value, rule, {"weights": "unrolled"}, others)
 
 
 def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Problem]:
@@ -102,8 +124,6 @@ def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterato
         note = "It overlaps them where there are more microbatches than stages."
         nearest = {"schedule": "dualpipe-v-published"}
         yield Problem("pair_layers", True, rule, nearest, note=note)
-    if not model.layers_are_alike:
-        yield Problem("pair_layers", True, "runs layers that are alike, and Model.layer is a tuple")
 
 
 def _moved(model: Model, options: Options) -> Iterator[Problem]:
@@ -220,13 +240,8 @@ def _precision(params: Params, options: Options) -> Iterator[Problem | str]:
         return
     unknown: list[str] = []
     for name, chosen in (("fp8", options.fp8), ("full_precision", excepted)):
-        if chosen == ():
-            continue
-        if is_sequence(params["layers"]):
-            rule = "needs layers that are alike: others share flat arrays, one per dtype"
-            yield Problem(name, chosen, rule, ((),))
-            return
-        unknown += filters.problems(name, chosen, layers)
+        if chosen != ():
+            unknown += filters.problems(name, chosen, layers)
     yield from unknown
     if options.fp8 != () and not unknown:
         yield from _of_fp8(options.fp8, excepted, layers)

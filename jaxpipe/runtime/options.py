@@ -42,11 +42,12 @@ class Options:
         weight once, and all-gathers it in this dtype. Layers see the rounded weights in the
         parameters' own dtype, which gradients and updates keep.
       fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
-        "*kernel". Layers must be alike and may only multiply by these weights. A step quantizes
-        and all-gathers them in E4M3, whatever ``compute_dtype`` is. Activations are quantized to
-        E4M3, and gradients at a matmul's output to E5M2, each scaled by its largest value.
+        "*kernel". Layers may only multiply by these weights, and must be alike as for "unrolled"
+        below. A step quantizes and all-gathers them in E4M3, whatever ``compute_dtype`` is.
+        Activations are quantized to E4M3, and gradients at a matmul's output to E5M2, each scaled
+        by its largest value.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
-        ``trainable``, such as "*norm*". Layers must be alike.
+        ``trainable``, such as "*norm*". Layers must be alike as for "unrolled".
       remat: the residuals that a layer keeps: all ("none"), the outputs of weight matmuls and of
         fused attention ("dots"), or only its input ("full"). "auto" is "dots" on GPUs, which
         recompute the rest faster than they move it, and otherwise "none".
@@ -56,7 +57,8 @@ class Options:
         depth; layers that differ share flat arrays. "unrolled" is one array per layer, which saves
         GPUs copies of weights and residuals. It needs layers that are alike, or alike at each place
         of all chunks. Its program grows with the layers of a stage and, up to a limit, with the
-        residuals kept at once. "auto" is unrolled on GPUs, up to 16 layers per stage.
+        residuals kept at once. "auto" is unrolled on GPUs, up to 16 layers per stage, and where
+        layers differ and another option needs it.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, at least as many as a tick uses. With 2 or more, chunks move over data
         under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
@@ -66,8 +68,8 @@ class Options:
         a full stage, such as 2.5, whose residuals a device keeps at once: of the others, those that
         wait longest move to the host and back while layers run. Layers must be alike.
       pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
-        one loop, so that matmuls of one hide communication of the other. Layers must be alike. By
-        default True on GPUs if layers use mesh axes.
+        one loop, so that matmuls of one hide communication of the other. Layers must be alike as
+        for "unrolled". By default True on GPUs if layers use mesh axes.
       layer_counts: layers of each virtual stage, in model order; by default as equal as possible.
       poison: fills bubbles with NaN, for tests.
     """
@@ -123,34 +125,49 @@ class Options:
         narrow = leaf.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         return narrow if is_wider(leaf, narrow) else leaf.dtype
 
-    def why_packed(self, model: Model, params: Params, schedule: Schedule) -> Iterator[Problem]:
-        """Says why layers cannot be unrolled: two at one place of their chunks differ in function,
-        parameters or how axes split these."""
+    @property
+    def of_places(self) -> list[str]:
+        """Names what was chosen of the options that need layers which are alike at each place."""
+        chosen = {
+            "weights": self.weights == "unrolled",
+            "fp8": self.fp8 != (),
+            "full_precision": self.full_precision != (),
+            "pair_layers": self.pair_layers is True,
+        }
+        return [name for name, needed in chosen.items() if needed]
+
+    def misplaced(self, model: Model, params: Params, schedule: Schedule) -> tuple[int, int] | None:
+        """Finds two layers at one place of their chunks that differ in function, parameters, how
+        axes split these or in which dtypes they are read; None if layers can be unrolled."""
         if model.layers_are_alike:
-            return
+            return None
         counts = self.layer_counts or partition([1] * len(params["layers"]), schedule.placement)
         split: Tree = (model.axis_split or {}).get("layers")
         parts = [part["layers"] for part in filters.split_trainable(params, self.trainable)]
+        dtypes = jax.tree.map_with_path(
+            lambda path, w: self.dtype_of(filters.name_of(path), w), {"layers": params["layers"]}
+        )
         of_layers = [
-            (model.layer_function(n), form_of(own), split[n] if is_sequence(split) else split)
+            (
+                *(model.layer_function(n), form_of(own), jax.tree.leaves(dtypes["layers"][n])),
+                split[n] if is_sequence(split) else split,
+            )
             for n, own in enumerate(zip(*parts, strict=True))
         ]
-        if found := first_misplaced(layer_rows(schedule.placement, counts), of_layers):
-            rule = (
-                "needs layers that are alike, or alike at each place of all chunks: layers "
-                "{} and {}, at the same place, differ in function or parameters"
-            )
-            yield Problem("weights", "unrolled", rule.format(*found), {"weights": "stacked"})
+        return first_misplaced(layer_rows(schedule.placement, counts), of_layers)
 
     def on(
         self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule, params: Params
     ) -> Options:
         """Returns the options with those that depend on the mesh, or on layers, decided."""
         platform, weights, slots = mesh.devices.flat[0].platform, self.weights, self.weight_slots
-        if weights == "auto":
+        alike = self.misplaced(model, params, schedule) is None
+        if weights == "auto" and self.of_places and not model.layers_are_alike:
+            weights = "unrolled"
+        elif weights == "auto":
             weights = defaults.weights(
                 platform=platform,
-                alike=not list(self.why_packed(model, params, schedule)),
+                alike=alike,
                 num_layers=num_layers(params["layers"]),
                 num_stages=schedule.num_stages,
             )
@@ -161,7 +178,8 @@ class Options:
         pairs = self.pair_layers
         if pairs is None:
             communicates = model.uses_axes and transfers_overlap(mesh)
-            alike, waits = model.layers_are_alike, self.residuals != "device"
+            alike = model.layers_are_alike or weights == "unrolled"
+            waits = self.residuals != "device"
             pairs = communicates and alike and bool(schedule.overlapped) and not waits
         return dataclasses.replace(
             self, remat=remat, zero=zero, weights=weights, weight_slots=slots, pair_layers=pairs

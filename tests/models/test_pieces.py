@@ -76,6 +76,10 @@ def test_pairs_have_whole_layers():
     model = gpt.model(gpt.GPTConfig(**SHAPE), tensor_axis="tensor")
     assert model.in_pairs().layer is model.paired_layer is not model.layer
     assert gpt.model(gpt.GPTConfig(**SHAPE)).in_pairs().paired_layer is None
+    windows = gpt.GPTConfig(**SHAPE | {"window": 8, "global_every": 2})
+    model = gpt.model(windows, tensor_axis="tensor")
+    assert len(model.in_pairs().layer) == len(model.layer) == windows.num_layers
+    assert set(model.in_pairs().layer).isdisjoint(model.layer)
 
 
 def test_pieces_are_for_gpus_and_no_smaller_than_what_a_launch_costs():

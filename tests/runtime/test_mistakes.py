@@ -330,7 +330,13 @@ OPTIONS = [
     ("tied", {"compute_dtype": "float8_e5m2"}, "'float8_e5m2' needs scales: choose the weights"),
     ("tied", {"fp8": "*kernel"}, "fp8: '*kernel' is the path of no parameter.\nPaths: layers/"),
     ("tied", {"fp8": "*up", "full_precision": "*"}, "fp8='*up' chooses no weight."),
-    ("uneven", {"fp8": "*up"}, "fp8='*up' needs layers that are alike"),
+    ("uneven", {"fp8": "*kernel"}, "fp8='*kernel' needs layers that are alike"),
+    ("places", {"fp8": "*up", "weights": "stacked", "num_layers": 8},
+     "fp8='*up' needs arrays for every layer where layers differ, and not weights='stacked'.\n"
+     "Nearest valid: weights='unrolled'."),
+    ("places", {"compute_dtype": "bfloat16", "full_precision": "*3/gain", "num_layers": 8},
+     "full_precision='*3/gain' needs layers that are alike, or alike at each place of all chunks: "
+     "layers 3 and 7, at the same place"),
     ("tied", {"compute_dtype": "bfloat16", "full_precision": "*norm*"},
      "full_precision: '*norm*' is the path of no parameter"),
     # What is trained.
@@ -373,7 +379,7 @@ def test_a_mistake_is_refused_with_its_remedy(mistake):
 
 @pytest.mark.parametrize(("name", "options", "message"), OPTIONS)
 def test_an_option_that_does_not_fit_is_refused(name, options, message):
-    assert message in refusal(toys.pipeline, name, num_layers=5, **options)
+    assert message in refusal(toys.pipeline, name, **{"num_layers": 5} | options)
 
 
 def test_every_difference_of_a_tree_is_in_one_error():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import places
 import pytest
 import toy
 import toys
@@ -241,6 +242,39 @@ def check_float8(schedule, name, zero, remat) -> jaxpipe.Pipeline:
 
 def test_a_step_is_that_of_layers_that_quantize():
     check_float8("zb-v", "tied", 3, "dots")
+
+
+def test_layers_of_two_kinds_quantize_and_run_in_pairs():
+    def plain(w, x, batch, rng):
+        return x + jnp.tanh(matmul(x, w["kernel"]) + batch["shift"])
+
+    def gated(w, x, batch, rng):
+        return x + w["gain"] * matmul(jnp.tanh(matmul(x, w["up"])), w["down"])
+
+    model, params, batch = places.model(8), places.params(8), places.batch(24)
+    by_hand = dataclasses.replace(model, layer=(plain, gated) * 4)
+    expected = jaxpipe.unpipelined.value_and_grad(
+        by_hand, params, batch, num_microbatches=6, data_shards=2
+    )
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule="dualpipe-v-published",
+        microbatches=6,
+        mesh=jaxpipe.make_mesh(**toys.ON_DATA),
+        zero=3,
+        fp8=["*kernel", "*up", "*down"],
+        pair_layers=True,
+    )
+    assert pipe.table.pairs
+    loss, gradients = jax.jit(pipe.value_and_grad)(pipe.place(params), batch)
+    found = loss, pipe.unplace(gradients)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    (weights,) = buffers(pipe, batch)["weights"]
+    assert {name: str(w.dtype) for row in weights.values() for name, w in row.items()} == {
+        **dict.fromkeys(("kernel", "up", "down"), "float8_e4m3fn"),
+        "gain": "float32",
+    }
 
 
 @pytest.mark.slow

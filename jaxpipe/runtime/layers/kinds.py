@@ -72,6 +72,7 @@ def sort_layers(
     x: Activation,
     *context: Shapes,
     cut: Callable[..., Split] = split_layer,
+    quantized: Sequence[Sequence[str | None]],
     frozen: Sequence[LayerParams] | None = None,
     flows: tuple[bool, ...] | None = None,
     states: Sequence[States] | None = None,
@@ -84,7 +85,7 @@ def sort_layers(
       params, x, context, states: shapes of the layers' parameters, of the embedding's result, of
         the microbatch's rows and the key, and of the layers' states.
       cut: `split_layer` with the options of the run.
-      frozen: for every layer as of `split_layer`.
+      quantized, frozen: for every layer as of `split_layer`.
       flows: for every leaf of x, whether it depends on what is trained; None if all do. Layers in
         front of the first that is trained have no gradients of others.
       num_slices: of a sequence; x is one of them.
@@ -111,7 +112,8 @@ def sort_layers(
         elif flows is not None and model.layers_are_alike:  # then all are of one kind
             flows = None if any(flows) else flows
         form = form_of(layer_params), form_of(constant), here, form_of(state)
-        key = (function, carry, flows, *form)
+        narrow = tuple(name is not None for name in quantized[n])
+        key = (function, carry, flows, narrow, *form)
         if key not in seen:
             args = (layer_params, list(activations.values())[here], *context)
             kept, carried = {} if state is None else {"state": state}, None
@@ -132,7 +134,7 @@ def sort_layers(
             alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
             appended = () if carried is None else carried.appended
             options = {"state": state, "appended": appended, "flows": flows}
-            split = cut(function, *args, frozen=constant, **options)
+            split = cut(function, *args, quantized=quantized[n], frozen=constant, **options)
             found = [*split.traced.collectives, *collectives(alone.jaxpr)]
             refuse(barred(f"Layer {n}", found, stage_axis))
             if flows is not None:

@@ -182,6 +182,12 @@ _ARGUMENTS = {
 
 def misfits(model: Model) -> Iterator[str]:
     """Says which functions of a model cannot be called with the arguments that they are given."""
+    functions = [model.layer] if model.paired_layer is None else [model.layer, model.paired_layer]
+    if len({len(given) if isinstance(given, tuple) else 0 for given in functions}) > 1:
+        yield (
+            "Model.paired_layer must be one function if Model.layer is one, and otherwise one "
+            "function for each of its functions."
+        )
     layers = [("layer", model.layer)]
     if not model.layers_are_alike:
         layers = [(f"layer[{n}]", function) for n, function in enumerate(model.layer)]

@@ -291,8 +291,8 @@ class ByPlace(Unrolled):
         self.canonical = self.piece = jax.tree.map_with_path(splits.leaf, layers)
         self.placed = self._chunks(self.num_chunks)
 
-    def leaves_of(self, example: int) -> Leaves:
-        return self.piece[example]
+    def of_layer(self, trees: Tree, example: int) -> Tree:
+        return trees[example]
 
     def of_piece(self, trees: Tree, number: Index) -> Tree:
         return trees[self._examples[number]]

@@ -62,7 +62,11 @@ class Piece:
 
     def leaves_of(self, example: int) -> Leaves:
         """The stored arrays of a layer, each a `Leaf`; ``example`` is one of its kind."""
-        return self.piece
+        return self.of_layer(self.piece, example)
+
+    def of_layer(self, trees: Tree, example: int) -> Tree:
+        """Selects what belongs to a layer, from something like `piece`: here all are alike."""
+        return trees
 
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
         """Lists this device's parts of the arrays of the user's tree; ``sharded`` says whether data

@@ -54,7 +54,6 @@ from jaxpipe.schedule.lowering.table import (
     BodyParts,
     Cell,
     Moved,
-    Pairs,
     Row,
     TickTable,
     Transfer,
@@ -118,11 +117,6 @@ class Fixed:
     @property
     def table(self) -> TickTable:
         return self.setup.table
-
-    @property
-    def pairs(self) -> Pairs:
-        """The actions whose layers share a loop: none where layers are of several kinds."""
-        return {} if len(self.layers.kinds) > 1 else self.setup.pairs
 
     @property
     def loops_in_chunk(self) -> bool:

@@ -2,7 +2,7 @@
 
 A tick runs up to four loops over layers, each over those of its cell, so that an idle stage runs
 none. Where a schedule overlaps a forward with a backward, one more loop may run a layer of each per
-turn (`Fixed.pairs`). Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
+turn (`Setup.pairs`). Everything here sees one device's part, as in `jaxpipe.runtime.tick.executor`,
 which runs the ticks and moves what comes out of these loops.
 
 `jaxpipe.runtime.barriers` says why loops stand in place of conditionals, and why what they read
@@ -62,7 +62,7 @@ def run_cells(
     passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
     carried = carried.but(weights=None, sent={}, finished=None)
     done: Index = 0
-    for kind in fixed.pairs if parts.forward and parts.backward else ():
+    for kind in fixed.setup.pairs if parts.forward and parts.backward else ():
         carried, turns = _run_pairs(works, kind, carried)
         done = done + turns
     for action, work in works.items():
@@ -116,7 +116,7 @@ def _run_pairs(works: dict[Kind, Work], kind: Kind, carried: Carried) -> tuple[C
     spans = [(work.cell.chunk, work.cell.layers) for work in (backward, forward)]
     with jax.named_scope(f"{kind.name}_F"):
         sums, rest, turns = fixed.params.loop_pairs(
-            spans[0], spans[1], fixed.pairs[kind], body, sums, rest
+            spans[0], spans[1], fixed.setup.pairs[kind], body, sums, rest
         )
     return rest.but(gradients=sums), turns
 

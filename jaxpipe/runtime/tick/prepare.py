@@ -101,7 +101,6 @@ def layers_of(setup: Setup, outer: OuterParams, microbatch: Batch, rng: Key) -> 
     numbers, states = range(len(params)), setup.states
     cut = partial(
         split_layer,
-        quantized=setup.quantized,
         remat=setup.options.remat,
         loss_scale=mean_scale(setup),
         early=setup.early,
@@ -114,6 +113,7 @@ def layers_of(setup: Setup, outer: OuterParams, microbatch: Batch, rng: Key) -> 
         microbatch,
         rng,
         cut=cut,
+        quantized=list(map(setup.quantized, numbers)),
         frozen=frozen,
         flows=None if frozen is None else _flows(setup, outer, microbatch, rng),
         states=None if states is None else [states.shape_of(n) for n in numbers],

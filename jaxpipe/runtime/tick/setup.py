@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 from jax.tree_util import DictKey
+from jax.typing import DTypeLike
 
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3
@@ -20,6 +21,7 @@ from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import (
+    Path,
     Tree,
 )
 from jaxpipe.schedule.actions import Kind
@@ -105,15 +107,19 @@ class Setup:
         """Whether matmuls run in 8-bit floats."""
         return self.options.fp8 != ()
 
-    @property
-    def quantized(self) -> list[str | None]:
+    def quantized(self, layer: int) -> list[str | None]:
         """Names of a layer's quantized weights, in the order of its parameters, None for others."""
         if self.compute is None or not self.quantizes:
             return []
-        dtypes = jax.tree.leaves_with_path(functools.reduce(combine, self.compute))
-        return [
-            name_of((DictKey("layers"), *path)) if dtype == E4M3 else None for path, dtype in dtypes
+
+        def name(path: Path, dtype: DTypeLike) -> str:
+            return name_of((DictKey("layers"), *path)) if dtype == E4M3 else ""
+
+        names = [
+            layout.of_layer(jax.tree.map_with_path(name, dtypes), layer)
+            for layout, dtypes in zip(self.layer_layouts, self.compute, strict=True)
         ]
+        return [one or None for one in jax.tree.leaves(functools.reduce(combine, names))]
 
     @property
     def pairs(self) -> Pairs:
