@@ -515,7 +515,8 @@ def hidden_in_pairs(placed: PlacedPlan) -> float:
     A profile that DeepSeek published of such a pair has 118 ms of computation and 115 of
     communication, and lasts 129.
     """
-    if not placed.plan.overlaps or len(placed.sizes.layers) > 1:
+    differ = len(placed.sizes.layers) > 1
+    if not placed.plan.overlaps or (differ and placed.plan.weights == "stacked"):
         return 0.0
     seconds = _passes(placed)
     computation = seconds.f + seconds.b + seconds.w - seconds.communication

@@ -26,6 +26,7 @@ from jaxpipe.schedule.lowering.lower import Lowering
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.lowering.transfers import MoveOptions, dividing_shares
 from jaxpipe.schedule.partition import partition
+from jaxpipe.schedule.placement import looped
 from jaxpipe.schedule.simulate import Costs
 
 MASTER_BYTES = 4
@@ -548,6 +549,16 @@ def families(
 
 
 @functools.cache
+def _alike_by_place(kind_of: tuple[int, ...], stages: int, chunks: int) -> bool:
+    """Whether all chunks have the same kinds of layers at the same places."""
+    counts = partition([1.0] * len(kind_of), looped(stages, num_chunks=chunks))
+    ends = itertools.accumulate(counts)
+    of_chunks = [kind_of[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    longest = max(of_chunks, key=len)
+    return all(kinds == longest[: len(kinds)] for kinds in of_chunks)
+
+
+@functools.cache
 def _sliceable() -> set[str]:
     """Names of schedules that can cut the sequences of a microbatch into slices."""
     return {entry.name for entry in catalog.entries() if "num_slices" in entry.defaults}
@@ -563,8 +574,7 @@ def _families(
 ) -> Iterator[Family]:
     """Yields schedules and replicas of one mesh, microbatch and policy, with their options."""
     stage, data, context, tensor, expert, slices, microbatches, rows = shape
-    per_stage = -(-model.num_layers // stage)
-    weights = "unrolled" if per_stage <= UNROLLED_LAYERS else "stacked"
+    few = -(-model.num_layers // stage) <= UNROLLED_LAYERS
     near = max(1, cluster.per_host // (context * tensor))
     replicated = data > near > 1 and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
@@ -587,6 +597,11 @@ def _families(
     for ((chunks, _), names), replica in itertools.product(allowed.items(), replicas):
         levels = [Zero.NOTHING] if data == 1 else list(Zero)
         zeros = levels if replica == 1 else levels[1:]
+        alike = _alike_by_place(model.kind_of, stage, chunks)
+        if not alike and model.quantizes:
+            excluded["places"] += len(names)
+            continue
+        weights = "unrolled" if few and alike else "stacked"
         yield [
             PlacedPlan(
                 Plan(

@@ -196,8 +196,18 @@ class ModelSizes:
     update_flops: tuple[float, ...] = ()
 
     @property
+    def kind_of(self) -> tuple[int, ...]:
+        """The number of its kind for every layer."""
+        return next(iter(self.variants.values())).kind_of
+
+    @functools.cached_property
+    def quantizes(self) -> bool:
+        """Whether layers read some weights in 8 bits."""
+        return any(layer.quantized for sizes in self.variants.values() for layer in sizes.layers)
+
+    @property
     def num_layers(self) -> int:
-        return len(next(iter(self.variants.values())).kind_of)
+        return len(self.kind_of)
 
     @property
     def num_parameters(self) -> int:

@@ -136,6 +136,30 @@ def test_schedules_keep_at_least_what_searches_say_before_they_are_made(name, st
                 assert plan.in_flight(name) == slots["until_w"]
 
 
+def test_layers_that_differ_are_unrolled_where_all_chunks_have_the_same_kinds_at_their_places():
+    """Every third of 12 layers is of another kind: chunks of 6 and 3 layers agree, of 4 not."""
+    alike = synthetic(NONE, layers=12)
+    (variant,), (sizes,) = alike.variants, alike.variants.values()
+
+    def weights(**layer: int) -> tuple[dict[int, str], Counter[str]]:
+        layers = sizes.layers[0], sizes.layers[0]._replace(**layer)
+        found = sizes._replace(layers=layers, kind_of=(0, 0, 1) * 4)
+        model, excluded = dataclasses.replace(alike, variants={variant: found}), Counter[str]()
+        every = plans.families(model, devices.cluster("h100", 12), [24], excluded)
+        chosen = [one.plan for family in every for one in family]
+        return {plan.num_chunks: plan.weights for plan in chosen}, excluded
+
+    found, excluded = weights()
+    assert found == {
+        **dict.fromkeys((1, 2, 4), "unrolled"),
+        **dict.fromkeys((3, 6, 8, 12), "stacked"),
+    }
+    assert not excluded["places"]
+    found, excluded = weights(quantized=100)
+    assert found == dict.fromkeys((1, 2, 4), "unrolled")
+    assert excluded["places"] > 0
+
+
 def test_with_fewer_stages_a_step_is_a_little_shorter():
     """So a search may leave out what is too slow even then."""
     cluster = devices.cluster("h100", 16, link="nvlink:4,ib:200")
