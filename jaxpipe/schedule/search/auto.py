@@ -47,9 +47,13 @@ _SEARCHED_CHUNKS = 2
 _SECONDS = 2.0
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
-_PUBLISHED, _PACED, _MOVED, _REORDER, _REORDER_V = 14.0, 40.0, 60.0, 250.0, 700.0
-"""Microseconds per action: to make and time a schedule, to pace it, to choose what waits on the
-host, to order it anew with `in_time`, and to order a V schedule or a wave anew."""
+_PUBLISHED, _PACED, _REPACED = 14.0, 40.0, 3.0
+_MOVED, _REORDER, _REORDER_V = 60.0, 250.0, 700.0
+"""Microseconds per action: to make and time a schedule, to pace it, to try another pace, to choose
+what waits on the host, to order it anew with `in_time`, and to order a V schedule or a wave
+anew."""
+_TRIALS_OF_PACES = 60
+"""Paces of an order from the search that are tried besides."""
 _TRIALS = 40
 """Schedules that the search for a building block may time: about the price of a V schedule."""
 _ORDERING_SHARE = 0.5
@@ -207,12 +211,14 @@ class Search:
         *,
         price: float = _PUBLISHED,
         share: float = 1.0,
+        trials: int = 0,
     ) -> list[Schedule]:
         """Takes schedules of one placement that fit, as many as there is time for.
 
         Args:
           price: microseconds per action that making one takes.
           share: of the time left, what making all of them may take.
+          trials: paces that are tried besides, as for `soonest_on_devices`.
 
         Returns:
           Those that were made and fit.
@@ -235,8 +241,8 @@ class Search:
         for least, _, schedule in sorted(timed):
             if least >= self.makespan or (self.microseconds <= 0 and self.makespan < math.inf):
                 break
-            self.microseconds -= _PACED * model.num_actions
-            paced, end = soonest_on_devices([schedule], model.costs)
+            self.microseconds -= (_PACED + trials * _REPACED) * model.num_actions
+            paced, end = soonest_on_devices([schedule], model.costs, trials=trials)
             if end < self.makespan:
                 self.schedule, self.model, self.makespan = paced, model, end
         return [schedule for *_, schedule in timed]
@@ -350,7 +356,7 @@ def _offer_searched(
             seconds=seconds,
         )
         search.microseconds -= 1e6 * seconds
-        search.offer(model, orders, price=0.0)
+        search.offer(model, orders, price=0.0, trials=_TRIALS_OF_PACES)
 
 
 def published_schedules(model: PlacedModel) -> Iterator[Schedule]:

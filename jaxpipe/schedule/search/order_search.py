@@ -31,7 +31,7 @@ from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.simulate import Costs, makespan, simulate
 
-_PACES = (0.75, 0.5, 1.3, 1.0, 0.3, 0.0)
+_PACES = (0.75, 0.5, 1.3, 1.0, 1.7, 0.3, 0.0)
 _LEADS = (0.0, 1.0, 2.0, 4.0)
 _PATIENCE = (0.5, 0.0, 0.99)
 _FREES_RESERVES = ((True, True), (True, False), (False, True), (False, False))
@@ -86,11 +86,12 @@ def search_orders(
     schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap, budget)]
     schedules += _by_repeating(placement, num_microbatches, costs, cap, budget * _REPEATED_SHARE)
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
-    distinct = {schedules[k].orders: (time, schedules[k]) for time, k in reversed(timed)}
+    # Orders that end at the same time mostly lead to the same one.
+    distinct = {time: (time, schedules[k]) for time, k in reversed(timed)}
     best = sorted(distinct.values(), key=lambda item: item[0])[:_NUM_STARTS]
     size = 3 * placement.num_virtual_stages * num_microbatches
     moving = budget * (1 - _RULE_SHARE - _FINAL_SHARE - _REPEATED_SHARE)
-    moves = min(_MOST_MOVES, int(moving / (_MOVED * size * _NUM_STARTS)))
+    moves = min(_MOST_MOVES, int(moving / (_MOVED * size * len(best))))
     if moves < _FEWEST_MOVES:
         moves = 0
     improved: list[tuple[float, Schedule]] = []
@@ -120,12 +121,13 @@ def _by_rules(
         orders = dispatch(placement, count, costs, cap, rule)
         return Schedule("auto", placement, count, orders)
 
-    tried = []
+    found = dict[float, tuple[float, Rule, Schedule]]()
     affordable = max(1, int(microseconds * _RULE_SHARE / (_ORDERED * size)))
     for rule in _rules(placement)[:affordable]:
         schedule = ordered(rule, trial)
-        tried.append((makespan(schedule, costs), rule, schedule))
-    tried.sort(key=lambda item: item[:2])
+        time = makespan(schedule, costs)
+        found.setdefault(time, (time, rule, schedule))
+    tried = sorted(found.values(), key=lambda item: item[:2])
     if trial == num_microbatches:
         yield from (schedule for _, _, schedule in tried[: 4 * _NUM_STARTS])
     else:
