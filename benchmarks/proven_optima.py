@@ -119,7 +119,7 @@ def main() -> None:
                 continue
             key = (placement.stages, m, limit, costs)
             if key in proven:
-                records.append(proven[key])
+                records.append(proven.pop(key))
                 continue
             started = time.perf_counter()
             found, bound = optimum(
@@ -137,6 +137,7 @@ def main() -> None:
                     "optimum": found,
                 }
             )
+    records += proven.values()
     FILE.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 
 
