@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from jaxpipe.schedule import catalog
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.check import peak_in_flight, validate
 from jaxpipe.schedule.generators.blocks import Block, BlockPlan, closest_block, split_block
 from jaxpipe.schedule.generators.v_schedules import (
@@ -83,6 +84,10 @@ def test_blocks_of_any_number_of_chunks_repeat_into_valid_schedules(placement, f
         squeezed = BlockPlan(block, block.peaks).schedule("squeezed", 9)
         assert squeezed is not None
         validate(squeezed)
+        for order in squeezed.orders:  # the W's that end it, one chunk after the other
+            last = itertools.takewhile(lambda action: action.kind is Kind.W, reversed(order))
+            stages = [stage for stage, _ in itertools.groupby(last, lambda w: w.virtual_stage)]
+            assert len(set(stages)) == len(stages)
 
 
 def test_even_strides_on_two_waves():

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxpipe.schedule.actions import Schedule
+from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.generators import events
 from jaxpipe.schedule.generators.eager import EagerStage
 from jaxpipe.schedule.placement import Placement, wave
@@ -154,9 +154,17 @@ def _schedule(
         name=name,
         placement=block.placement,
         num_microbatches=num_microbatches,
-        orders=tuple(map(tuple, map(events.actions, passes, orders))),
+        orders=tuple(map(_ending_by_chunk, map(events.actions, passes, orders))),
         peak_in_flight=tuple(min(cap, block.num_chunks * num_microbatches) for cap in caps),
     )
+
+
+def _ending_by_chunk(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """Sorts the W's that end an order, whose inputs are all there, by chunk: of all but the last,
+    gradients are complete earlier, and move over data under more layers."""
+    order = list(actions)
+    end = max(n for n, action in enumerate(order, start=1) if action.kind is not Kind.W)
+    return (*order[:end], *sorted(order[end:], key=lambda w: -w.virtual_stage))
 
 
 def split_block(strides: Sequence[int], gaps: Sequence[int]) -> Block | None:
