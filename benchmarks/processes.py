@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 import socket
@@ -36,6 +37,7 @@ from jax.experimental import multihost_utils
 import jaxpipe
 from benchmarks import harness
 from jaxpipe.schedule import Costs, Schedule, build, device_clock, simulate
+from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import work_of
 from jaxpipe.schedule.lowering.lower import lower
 
@@ -229,10 +231,11 @@ def meeting_clock(case: Case) -> float:
     """
     table = lower(case.schedule, [1] * len(case.costs), overlaps=False)
     work = np.sum(list(work_of(table, case.costs).values()), axis=0)
+    _, exchanges, numbers = table.branches(list(Kind))
     now = np.zeros(work.shape[1])
     for tick, seconds in enumerate(work):
         now = now + seconds
-        for edges in table.exchanges[table.exchange[tick]]:
+        for edges in itertools.chain(*exchanges[numbers[table.exchange[tick]]]):
             met = now.copy()
             for ends in map(list, edges):
                 met[ends] = np.maximum(met[ends], now[ends].max())

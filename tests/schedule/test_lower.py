@@ -135,6 +135,14 @@ def test_every_message_is_there_when_it_is_read_and_connects_its_two_ends_alone(
                 received = np.flatnonzero(channel.slot[tick] != NONE)
                 assert {receiver for _, receiver in pairs} == set(() if channel.local else received)
                 assert set(pairs) <= set(channel.edges)
+        lists, exchanges, numbers = table.branches((Kind.F, Kind.B))
+        for pairs, number in zip(table.exchanges, numbers, strict=True):
+            for own, permutations in zip(lists, exchanges[number], strict=True):
+                edges = [edge for n in own for edge in pairs[n]]
+                assert sorted(edges) == sorted(itertools.chain(*permutations))
+                assert len({receiver for _, receiver in edges}) == len(edges)
+                assert len(permutations) == 1 or cycles(edges) > 0 or not edges
+                assert all(cycles(edges) <= 1 for edges in permutations)
         # XLA for GPUs compiles a permutation of several cycles to wrong code.
         for channel in table.channels if stages > 1 else ():
             senders, receivers = zip(*channel.edges, strict=True)

@@ -95,28 +95,36 @@ def exchange(
     ready, inboxes = tie(outputs, inboxes)
     received, zero = _exchanged(table, row.exchange, ready, axes)
     slots = slots + zero
-    for number, message in received.items():
-        name = INBOX[table.channels[number].kind]
-        slots, inboxes = _receive(slots, 2 * number, inboxes, name, message)
+    for numbers, message in received:
+        name = INBOX[table.channels[numbers[0]].kind]
+        for number in numbers:
+            slots, inboxes = _receive(slots, 2 * number, inboxes, name, message)
     return carried.but(inboxes=inboxes, sent=carried.sent | {k: outputs[k] for k in late})
 
 
 def _exchanged(
     table: TickTable, exchange: Index, outputs: dict[Kind, Message], axes: Axes
-) -> tuple[dict[int, Message], Index]:
-    """Exchanges; returns what this stage receives, by the number of the channel, and zero.
+) -> tuple[list[tuple[list[int], Message]], Index]:
+    """Exchanges; returns what this stage receives, with the channels that bring it, and zero.
 
     Messages alone pass through the branches: XLA copies whatever does. Zero is computed in them,
     because XLA for GPUs starts a message only when the one before has arrived, in a branch that has
     nothing else to do.
     """
     used, distinct, numbers = table.branches(outputs)
-    sent = [outputs[table.channels[number].kind] for number in used]
+    sent = [outputs[table.channels[numbers[0]].kind] for numbers in used]
 
-    def branch(edges: tuple[Edges, ...], sent: list[Message]) -> tuple[list[Message], jax.Array]:
+    def arriving(permutations: tuple[Edges, ...], message: Message) -> Message:
+        # Where a permutation brings nothing, it brings zeros.
+        brought = [send(message, pairs, axes) for pairs in permutations]
+        return [sum(arrays[1:], arrays[0]) for arrays in zip(*brought, strict=True)]
+
+    def branch(
+        of_lists: tuple[tuple[Edges, ...], ...], sent: list[Message]
+    ) -> tuple[list[Message], jax.Array]:
         received = [
-            send(message, pairs, axes) if pairs else jax.tree.map(jnp.zeros_like, message)
-            for message, pairs in zip(sent, edges, strict=True)
+            arriving(one, message) if one else jax.tree.map(jnp.zeros_like, message)
+            for message, one in zip(sent, of_lists, strict=True)
         ]
         return received, jnp.zeros(1, jnp.int32)
 
@@ -126,4 +134,4 @@ def _exchanged(
     else:
         chosen = jnp.asarray(numbers, jnp.int32)[exchange]
         received, zero = lax.switch(chosen, branches, sent)
-    return dict(zip(used, received, strict=True)), zero[0]
+    return list(zip(used, received, strict=True)), zero[0]

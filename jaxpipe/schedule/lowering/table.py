@@ -358,21 +358,33 @@ class TickTable:
 
     def branches(
         self, kinds: Collection[Kind]
-    ) -> tuple[list[int], list[tuple[Edges, ...]], list[int]]:
+    ) -> tuple[list[list[int]], list[tuple[tuple[Edges, ...], ...]], list[int]]:
         """Lists the distinct exchanges of messages of these kinds.
 
         Returns:
-          The channels that any exchange uses, the pairs that each distinct exchange connects on
-          them, and the number of each of `exchanges` among these.
+          The channels that any exchange uses, in one list those of a kind of which a stage receives
+          at most one message in a tick; the permutations of every list in each distinct exchange;
+          and the number of each of `exchanges` among these.
         """
-        used = [
-            number
-            for number, channel in enumerate(self.channels)
-            if channel.kind in kinds and any(pairs[number] for pairs in self.exchanges)
+        lists: list[list[int]] = []
+        for number, channel in enumerate(self.channels):
+            if channel.kind in kinds and any(pairs[number] for pairs in self.exchanges):
+                own = next((one for one in lists if self._fit([*one, number])), [])
+                lists += [] if own else [own]
+                own.append(number)
+        found = [
+            tuple(_permutations([pairs[number] for number in own]) for own in lists)
+            for pairs in self.exchanges
         ]
-        found = [tuple(pairs[number] for number in used) for pairs in self.exchanges]
         distinct = list(dict.fromkeys(found))
-        return used, distinct, [distinct.index(pairs) for pairs in found]
+        return lists, distinct, [distinct.index(pairs) for pairs in found]
+
+    def _fit(self, numbers: Sequence[int]) -> bool:
+        """Whether no stage sends or receives two messages of these channels in a tick."""
+        kinds = {self.channels[number].kind for number in numbers}
+        ticks = [[edge for number in numbers for edge in pairs[number]] for pairs in self.exchanges]
+        ends = (end for edges in ticks for end in zip(*edges, strict=True))
+        return len(kinds) == 1 and all(len(set(end)) == len(end) for end in ends)
 
     @property
     def rows(self) -> Row:
@@ -464,6 +476,20 @@ class TickTable:
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk: the room every chunk gets."""
         return max(self.layer_counts)
+
+
+def _permutations(of_channels: Sequence[Edges]) -> tuple[Edges, ...]:
+    """One permutation for all edges; or one per channel if together they go round in circles, since
+    XLA for GPUs compiles a permutation of several cycles to wrong code."""
+    edges = tuple(sorted(itertools.chain(*of_channels)))
+    following = dict(edges)
+    for start in following:
+        at = following[start]
+        while at in following and at != start:
+            at = following[at]
+        if at == start:
+            return tuple(filter(None, of_channels))
+    return (edges,) if edges else ()
 
 
 def _chunk(cell: Cell, place: tuple[int, ...]) -> Chunk:
