@@ -11,12 +11,13 @@ tell its loops apart.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from jaxpipe.runtime.barriers import after, always
 from jaxpipe.runtime.layout.data_axis import average
@@ -200,30 +201,34 @@ def run_ticks(
 _Turn = tuple[jax.Array, Carried]
 """The number of the next row, and what rows carry."""
 
+_Step = Callable[[Carried, Row], Carried]
+
 
 def _run_rows(fixed: Fixed, batch: Microbatches, carried: Carried) -> Carried:
     """Runs the rows: ticks with equal parts have a body, and those in a row are a loop.
 
     Its trip count is the same on every device.
     """
-    rows = _of_stage(fixed)
+    rows, row_of = _of_stage(fixed)
     found, rounds = fixed.bodies
     steps = [partial(tick, fixed, batch, parts=parts) for parts in found]
     if len(rounds) == 1:
         ends = np.cumsum(rounds[0])
         for parts, step, start, end in zip(found, steps, ends - rounds[0], ends, strict=True):
-            own = jax.tree.map(lambda column, run=slice(start, end): column[run], rows)
+
+            def next_row(carried: Carried, row: jax.Array, step: _Step = step) -> Any:
+                return step(carried, row_of(row)), None
+
             with jax.named_scope(parts.name):
-                carried, _ = lax.scan(lambda *now, step=step: (step(*now), None), carried, own)
+                carried, _ = lax.scan(next_row, carried, rows[start:end])
         return carried
 
     def run_round(through: _Turn, counts: jax.Array) -> tuple[_Turn, None]:
         for parts, step, count in zip(found, steps, counts, strict=True):
 
-            def one(_: Index, through: _Turn, step: Callable[..., Carried] = step) -> _Turn:
+            def one(_: Index, through: _Turn, step: _Step = step) -> _Turn:
                 number, carried = through
-                row = jax.tree.map(lambda column: column[number], rows)
-                return number + 1, step(carried, row)
+                return number + 1, step(carried, row_of(rows[number]))
 
             with jax.named_scope(parts.name):
                 through = lax.fori_loop(0, count, one, through)
@@ -249,8 +254,11 @@ def _at_edge(
     return lax.scan(lambda through, one: (move(through, one), None), through, own)[0]
 
 
-def _of_stage(fixed: Fixed) -> Row:
-    """The rows as the stage sees them, int32 ``[ticks]``."""
+def _of_stage(fixed: Fixed) -> tuple[jax.Array, Callable[[jax.Array], Row]]:
+    """The rows as the stage sees them, int32 ``[ticks, fields]``, and what makes a `Row` of one.
+
+    In one array, or a GPU would start a kernel for every field that a tick reads.
+    """
     rows = jax.tree.map(jnp.asarray, fixed.table.rows)
     cells = rows.cells
     if fixed.setup.knows_chunks:
@@ -259,12 +267,15 @@ def _of_stage(fixed: Fixed) -> Row:
     def own(columns: Tree) -> Tree:
         return jax.tree.map(lambda column: column[:, fixed.stage], columns)
 
-    return rows._replace(
+    rows = rows._replace(
         cells=own(cells),
         arrivals=own(rows.arrivals),
         gather=own(rows.gather),
         reduce=own(rows.reduce),
     )
+    _, unravel = ravel_pytree(jax.tree.map(lambda column: column[0], rows))
+    table = jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
+    return table, lambda row: unravel(lax.optimization_barrier(row))
 
 
 def _in_turn(fixed: Fixed, first: Tree, then: Tree, device: Index) -> Tree:
