@@ -150,7 +150,7 @@ def modelled(
     program = HloProgram(step.as_text())
     shapes = weight_shapes(pipe.table.layers_per_chunk, config)
     rooflines = of_stages(pipe, lambda *where: model(program, shapes, *where))
-    roofline, bodies = rooflines[0], program.tick_bodies()
+    bodies = program.tick_bodies()
     table, stages = pipe.table, range(pipe.schedule.num_stages)
     gathers, reduces = pipe.options.zero.shards_weights, pipe.axes.num_shards(pipe.mesh) > 1
     parts = table.parts(gathers=gathers, reduces=reduces)
@@ -183,20 +183,26 @@ def modelled(
 
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
 
-    def trips_outside(loop: Instruction) -> float:
-        inside = (trips_of(tick, 0)(loop) for tick in inlined)
-        return next(filter(None, inside), runs_outside(program, table, loop, bodies))
+    def outside(stage: int) -> Spent:
+        """What a stage spends outside of ticks, and what loops of ticks that stand in the entry
+        leave exposed of the transfers beside them."""
 
-    # What moves beside the loops of ticks that stand in the entry is hidden by those of stage 0.
-    outside = roofline.run(program.entry, trips_outside)
-    for tick in inlined:
-        outside.subtract(ticks[tick][0])
+        def trips(loop: Instruction) -> float:
+            inside = (trips_of(tick, stage)(loop) for tick in inlined)
+            return next(filter(None, inside), runs_outside(program, table, loop, bodies))
+
+        spent = rooflines[stage].run(program.entry, trips)
+        for tick in inlined:
+            spent.subtract(ticks[tick][stage])
+        return spent
+
+    beside = [outside(stage) for stage in stages]
     work = np.array([[total(one) for one in by_stage] for by_stage in ticks])
-    inside = sum((one for by_stage in ticks for one in by_stage), Counter())
+    inside = sum((one for by_stage in [*ticks, beside] for one in by_stage), Counter())
     return Step(
-        layer_passes(roofline),
-        float(replay(table, work)[-1].max()) + total(outside),
-        outside + scaled(inside, 1 / pipe.schedule.num_stages),
+        layer_passes(rooflines[0]),
+        float((replay(table, work)[-1] + list(map(total, beside))).max()),
+        scaled(inside, 1 / pipe.schedule.num_stages),
         device_bytes(step),
     )
 
