@@ -84,10 +84,10 @@ CONFIG = gpt.GPTConfig(
 class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
     layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
-    stage, where the vocabulary lies (split over all stages, at the ends of the pipeline, or where
-    the trainer puts it, "auto"), whether matmuls of weights run in 8-bit floats, data shards, and
-    the kinds of layers: one; two of equal work in turn; linear attention, as Qwen3-Next has it; or
-    that and full attention in every fourth layer, "hybrid".
+    stage, where the vocabulary lies (split over all stages, at the ends of the pipeline, there
+    beside "equal" chunks, or where the trainer puts it, "auto"), whether matmuls of weights run in
+    8-bit floats, data shards, and the kinds of layers: one; two of equal work in turn; linear
+    attention, as Qwen3-Next has it; or that and full attention in every fourth layer, "hybrid".
     """
 
     hosts: int
@@ -284,7 +284,12 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
     )
     num_layers = case.layers * schedule.placement.num_virtual_stages
     config = dataclasses.replace(case.config, num_layers=num_layers)
-    counts = {"auto": chosen_counts, "ends": _counts_beside_ends, "split": lambda *_: None}
+    counts = {
+        "auto": chosen_counts,
+        "ends": _counts_beside_ends,
+        "equal": lambda *_: partition([1.0] * num_layers, schedule.placement),
+        "split": lambda *_: None,
+    }
     layer_counts = counts[case.vocabulary](config, schedule)
     devices = h100s(case.hosts * GPUS_PER_HOST)
     model = gpt.model(config, vocabulary_axis="stage" if layer_counts is None else None)

@@ -95,6 +95,7 @@ LIMITS = {
     "1x8 1f1b, stacked, dots": Limits(1.57, 405, 0.025),
     "1x8 breadth-first, ZeRO-3, unrolled, dots, partition chosen": Limits(1.14, 0, 0.025),
     "1x8 zb-v, ZeRO-3, unrolled, dots, partition chosen": Limits(1.05, 0, 0.04),
+    "1x8 zb-v, ZeRO-3, unrolled, dots, equal chunks, vocabulary at the ends": Limits(1.05, 0, 0.01),
 }
 
 
@@ -113,11 +114,15 @@ def cases() -> list[Case]:
             ("1f1b", "unrolled", "full"), ("1f1b", "stacked", "dots"),
         )
     ]  # fmt: skip
-    steps = [change(case, schedule="1f1b-fused", vocabulary="auto")] + [
-        change(case, hosts=hosts, schedule=name, zero=3, vocabulary="auto")
-        for hosts in (1, 2)
-        for name in ("1f1b-fused", "breadth-first", "zb-v", "dualpipe-v")
-    ]
+    steps = (
+        [change(case, schedule="1f1b-fused", vocabulary="auto")]
+        + [
+            change(case, hosts=hosts, schedule=name, zero=3, vocabulary="auto")
+            for hosts in (1, 2)
+            for name in ("1f1b-fused", "breadth-first", "zb-v", "dualpipe-v")
+        ]
+        + [change(case, schedule="zb-v", zero=3, vocabulary="equal")]
+    )
     # One model of 32 layers under schedules with 1, 2 and 4 chunks per stage.
     schedules = [
         change(
@@ -144,7 +149,8 @@ def cases() -> list[Case]:
 def label(case: Case) -> str:
     zero = f", ZeRO-{case.zero}" if case.zero else ""
     remat = f", {case.remat}" if case.remat != "none" else ""
-    ends = ", partition chosen" if case.vocabulary == "auto" else ""
+    chosen = {"auto": ", partition chosen", "equal": ", equal chunks, vocabulary at the ends"}
+    ends = chosen.get(case.vocabulary, "")
     gpus = f"{case.hosts}x8" if case.data > 1 else f"{case.stages} stages"
     kinds = f", layers of {case.kinds}" if case.kinds != "one" else ""
     return f"{gpus} {case.schedule}{zero}, {case.weights}{remat}{ends}{kinds}"
