@@ -14,9 +14,13 @@ from jaxpipe.runtime.types import Shapes, Tree
 def shape_of(leaf: object) -> jax.ShapeDtypeStruct | None:
     """Shape and dtype of a leaf as JAX would hold it; None if it is not an array."""
     try:
-        return jax.eval_shape(lambda array: array, leaf)
+        return jax.eval_shape(_itself, leaf)
     except (TypeError, ValueError, OverflowError):
         return None  # such as of text, a masked array, or a number that no dtype holds
+
+
+def _itself(leaf: Tree) -> Tree:
+    return leaf
 
 
 def shapes_of(tree: Tree) -> Shapes:
