@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,6 +19,7 @@ from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram, Instruction, is_around, pass_of
 from benchmarks.roofline import device_groups
 from jaxpipe.runtime import assembly, memory
+from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.memory import buffers
 from jaxpipe.runtime.tick import prepare, setup
 from jaxpipe.schedule.actions import Kind
@@ -433,3 +435,11 @@ def test_memory_of_updates_chunk_by_chunk_is_predicted_too(name, data, zero):
     assert memory.bytes_beside_arguments(compiled) == pytest.approx(
         sum(predicted.values()), rel=0.02
     )
+
+
+def test_what_waits_for_many_arrays_reads_each_of_them_once():
+    first = [jnp.ones((2, n)) for n in range(1, 8)]
+    then = [jnp.arange(5.0), jnp.ones((3, 4)), jnp.arange(6)]
+    program = jax.jit(after).lower(first, then, 0).compile(AS_USED)
+    assert program.as_text().count(" slice(") == len(first)
+    chex.assert_trees_all_equal(program(first, then, 0), then)

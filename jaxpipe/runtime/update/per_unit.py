@@ -343,7 +343,8 @@ class PerUnit:
             env = jaxprs.run_eqns(equations, env | scalars)
         layers = self.part("layers", [c["layers"] for c in components], env)
         device = lax.axis_index(self._axes.names)
-        components = [c | after(layers, outer_of(c), device) for c in components]
+        outer = after(layers, list(map(outer_of, components)), device)
+        components = [c | own for c, own in zip(components, outer, strict=True)]
         new = self.with_outer(layers, components, env)
         return self.on_stages(new), self.rest(env)
 
