@@ -142,10 +142,12 @@ class SharedBuffers:
 
     def read(self, buffers: list[jax.Array], kind: int, slot: Index, at: At) -> list[jax.Array]:
         """Reads the values of the layer ``at`` (stage, chunk, layer), which is of this kind."""
-        values = []
+        values, start_of = [], self._starts_at(slot, at)
         for value in self._values[kind]:
-            buffer, start = self._in_order(buffers[value.buffer]), self._index(value, slot, at)
-            row = lax.dynamic_slice(buffer, start, (1, *value.stored))
+            buffer = self._in_order(buffers[value.buffer])
+            row = lax.dynamic_slice(
+                buffer, start_of(value), (1, *value.stored), allow_negative_indices=False
+            )
             row = to_devices(row) if self.on_host else row
             row = row.reshape(-1)[: math.prod(value.shape)] if value.padding else row
             values.append(row.reshape(value.shape))
@@ -155,14 +157,15 @@ class SharedBuffers:
         self, buffers: list[jax.Array], kind: int, slot: Index, at: At, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Writes a layer's values into their slot, in place, and returns the buffers."""
-        buffers = list(buffers)
+        buffers, start_of = list(buffers), self._starts_at(slot, at)
         for where, value in zip(self._values[kind], values, strict=True):
             row = jnp.pad(value.reshape(-1), (0, where.padding)) if where.padding else value
             row = row.reshape(1, *where.stored)
             written = lax.dynamic_update_slice(
                 buffers[where.buffer],
                 to_host(row) if self.on_host else row,
-                self._index(where, slot, at),
+                start_of(where),
+                allow_negative_indices=False,
             )
             buffers[where.buffer] = self._in_order(written)
         return buffers
@@ -180,7 +183,9 @@ class SharedBuffers:
         values = []
         for buffer, shape in zip(buffers, self.piece_shapes(piece.parts), strict=True):
             start = self._start(shape, piece)
-            row = lax.dynamic_slice(self._in_order(buffer), start, shape.shape)
+            row = lax.dynamic_slice(
+                self._in_order(buffer), start, shape.shape, allow_negative_indices=False
+            )
             values.append(to_devices(row) if self.on_host else row)
         return values
 
@@ -192,7 +197,8 @@ class SharedBuffers:
         for buffer, value in zip(buffers, values, strict=True):
             start = self._start(value, piece)
             value = to_host(value) if self.on_host else value
-            written.append(self._in_order(lax.dynamic_update_slice(buffer, value, start)))
+            buffer = lax.dynamic_update_slice(buffer, value, start, allow_negative_indices=False)
+            written.append(self._in_order(buffer))
         return written
 
     def _start(self, value: jax.Array | jax.ShapeDtypeStruct, piece: Piece) -> tuple[Index, ...]:
@@ -211,15 +217,19 @@ class SharedBuffers:
             return buffer
         return with_layout_constraint(buffer, Layout(major_to_minor=tuple(range(buffer.ndim))))
 
-    def _index(self, value: _Value, slot: Index, at: At) -> tuple[Index, ...]:
+    def _starts_at(self, slot: Index, at: At) -> Callable[[_Value], tuple[Index, ...]]:
+        """Finds the indices at which values of a layer start."""
         stage, chunk, layer = at
-        if self._places is not None:
-            if len(set(self._places)) > 1:
-                of_kind = [self._places[:n].count(kind) for n, kind in enumerate(self._places)]
-                layer = jnp.asarray(of_kind, jnp.int32)[layer]
-            return start_at(slot * self._rows[value.buffer] + layer, *[0] * len(value.stored))
-        start = jnp.asarray(self._starts, jnp.int32)[stage, chunk, layer, value.buffer]
-        return start_at(slot, start + value.offset, *[0] * (len(value.stored) - 1))
+        if self._places is None:
+            starts = jnp.asarray(self._starts, jnp.int32)[stage, chunk, layer]
+            return lambda value: start_at(
+                slot, starts[value.buffer] + value.offset, *[0] * (len(value.stored) - 1)
+            )
+        if len(set(self._places)) > 1:
+            of_kind = [self._places[:n].count(kind) for n, kind in enumerate(self._places)]
+            layer = jnp.asarray(of_kind, jnp.int32)[layer]
+        rows = {count: slot * count + layer for count in set(self._rows)}
+        return lambda value: start_at(rows[self._rows[value.buffer]], *[0] * len(value.stored))
 
 
 def _shape(size: int, unit: int) -> tuple[int, ...]:
@@ -286,12 +296,15 @@ class KnownSlots:
 
 
 def at_slot(inbox: Message, slot: Index) -> Message:
-    return [lax.dynamic_index_in_dim(w, slot, keepdims=False) for w in inbox]
+    return [
+        lax.dynamic_index_in_dim(w, slot, keepdims=False, allow_negative_indices=False)
+        for w in inbox
+    ]
 
 
 def put_slot(inbox: Message, slot: Index, message: Message) -> Message:
     """Writes a message into its slot."""
     return [
-        lax.dynamic_update_index_in_dim(w, sent, slot, 0)
+        lax.dynamic_update_index_in_dim(w, sent, slot, 0, allow_negative_indices=False)
         for w, sent in zip(inbox, message, strict=True)
     ]
