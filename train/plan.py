@@ -28,7 +28,7 @@ from jaxpipe.planning.cost import Prediction, chunk_costs
 from jaxpipe.planning.counting import num_moments, sizes, update_flops
 from jaxpipe.planning.devices import cluster, known
 from jaxpipe.planning.plans import NOTHING, Offload, Plan, depths, expert_groups
-from jaxpipe.planning.search import Goal, search
+from jaxpipe.planning.search import Goal, search, without_garbage_collection
 from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
 from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.schedule import Costs
@@ -229,6 +229,7 @@ class Planned:
         config = self._sharing(context, tensor, 1)
         return not any(checks.slices(_changed(config, {"pipeline": {"sequence_slices": slices}})))
 
+    @without_garbage_collection()
     def _traced(self, cases: Sequence[Variant]) -> dict[Variant, Sizes]:
         """Traces the model for choices that differ in the policy of rematerialization alone."""
         case, remats = cases[0], [case.remat for case in cases]

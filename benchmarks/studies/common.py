@@ -69,6 +69,7 @@ def sizes(
             microbatches=2,
             mesh=jaxpipe.make_mesh(stage=1, **axes),
             fp8=fp8,
+            remat="none",
         )
         return counting.sizes(pipe, batch, compute_bytes=2, remats=remats)
 

@@ -38,10 +38,10 @@ from jaxpipe.planning.without_devices import attention_of_gpus
 from jaxpipe.runtime import tracing
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
-from jaxpipe.runtime.layers.kinds import LayerKind
+from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layers.split import REMAT_POLICIES, Split
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, Split, rematerialized
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.memory import tree_bytes
 from jaxpipe.runtime.mesh import make_mesh
@@ -96,7 +96,7 @@ def sizes(
 
     Args:
       pipe: of one stage, and one data shard or those of an expert axis; its microbatches do not
-        matter.
+        matter. With the policy "none", layers are traced once for all policies.
       batch: the shapes of a batch with so many rows.
       rng: as for `Pipeline.value_and_grad`, or its shape.
       compute_bytes: of a weight where layers read it.
@@ -154,6 +154,7 @@ def model_sizes(
             mesh=make_mesh(stage=1, devices=jax.devices()[:1]),
             states=states,
             compute_dtype=compute_dtype,
+            remat="none",
         )
 
         def of_rows(count: int) -> Batch:
@@ -238,11 +239,21 @@ def _counted(
         head = _head(fixed, batch, trained, frozen, axes)
         context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
 
-        def counted(remat: str) -> Sizes:
+        def layers_under(remat: str) -> Layers:
+            options = dataclasses.replace(setup.options, remat=remat)
+            if options == setup.options:
+                return fixed.layers
             layers = fixed.layers
-            if remat != setup.options.remat:
-                options = dataclasses.replace(setup.options, remat=remat)
-                layers = layers_of(dataclasses.replace(setup, options=options), outer, *context)
+            if setup.options.remat == "none" and not setup.quantizes:
+                cut = (rematerialized(k.split, remat, early=setup.early) for k in layers.kinds)
+                pairs = zip(layers.kinds, cut, strict=True)
+                kinds = [dataclasses.replace(kind, split=s) for kind, s in pairs if s is not None]
+                if len(kinds) == len(layers.kinds):
+                    return dataclasses.replace(layers, kinds=tuple(kinds))
+            return layers_of(dataclasses.replace(setup, options=options), outer, *context)
+
+        def counted(remat: str) -> Sizes:
+            layers = layers_under(remat)
             return Sizes(
                 layers=tuple(
                     _layer(
@@ -427,7 +438,7 @@ class _Program:
         for eqn in eqns:
             if not _fuses(eqn):
                 wanted += _inputs(eqn)
-            if eqn.primitive.name in _REDUCTIONS:
+            if eqn.primitive.name in _REDUCTIONS and _inputs(eqn):
                 wanted += eqn.outvars
         makers = ((v, self.maker.get(v)) for v in map(self.origin, wanted))
         self.materialised = {

@@ -1,13 +1,15 @@
 """F, B and W together are `jax.vjp`, and keep no weights."""
 
 import functools
+from collections import Counter
 
 import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpipe.runtime.layers.split import REMAT_POLICIES, split_layer
+from jaxpipe.runtime.layers import jaxprs
+from jaxpipe.runtime.layers.split import REMAT_POLICIES, rematerialized, split_layer
 
 
 def layer(w, x, rng):
@@ -77,6 +79,46 @@ def test_stricter_policies_save_less():
         return sum(leaf.size for leaf in (*split.until_b, *split.until_w))
 
     assert saved("none") > saved("dots") > saved("full") == x.size
+
+
+def by_hand(w, x, rng):
+    """A layer with a derivative by hand of an operation that states its FLOPs."""
+    squares = jax.lax.composite(lambda x, *, flops: x * x, "squares")
+    stated = functools.partial(squares, flops=(7.0,))
+    squared = jax.custom_vjp(stated)
+    squared.defvjp(lambda x: (stated(x), x), lambda x, dy: (2 * x * dy,))
+    return layer(w, squared(jnp.sin(x)), rng)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("of", [layer, by_hand])
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_a_policy_cuts_a_traced_layer_as_one_that_is_traced_with_it(remat, of, early):
+    params, x, _ = arguments()
+    given = of, params, x.astype(jnp.bfloat16), jax.random.key(0)
+    want = split_layer(*given, remat=remat, early=early)
+    got = rematerialized(split_layer(*given, early=early), remat, early=early)
+
+    def operations(split):
+        """Names and results, for a policy does not change the order in which devices run them."""
+        run = [*split.kept_until_b, *split.kept_until_w, *split.traced.outputs]
+        parts = jaxprs.needed(split.traced.forward, run), split.b, split.w
+        return [
+            Counter((eqn.primitive.name, *jaxprs.shapes_of_variables(eqn.outvars)) for eqn in part)
+            for part in parts
+        ]
+
+    assert operations(got) == operations(want)
+    for name in ("until_b", "until_w", "crossing"):
+        assert Counter(getattr(got, name)) == Counter(getattr(want, name))
+
+
+def test_loops_return_other_values_under_another_policy():
+    def repeated(w, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x * w), None), x, None, length=2)[0]
+
+    split = split_layer(repeated, jnp.ones(4), jnp.ones((2, 4)))
+    assert rematerialized(split, "full", early=True) is None
 
 
 def test_backward_for_the_input_computes_no_weight_gradient():

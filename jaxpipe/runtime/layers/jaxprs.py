@@ -169,6 +169,34 @@ def narrowed(eqns: Eqns, outputs: Iterable[Atom]) -> list[Eqn]:
     return narrow[::-1]
 
 
+def copied(first: Eqns, then: Eqns, results: Iterable[Atom]) -> tuple[list[Eqn], list[Atom]]:
+    """Copies equations with new variables for what the first ones make, also in the results."""
+    new = {v: core.Var(v.aval) for eqn in first for v in eqn.outvars}
+
+    def renamed(atoms: Iterable[Atom]) -> list[Atom]:
+        return [new.get(v, v) if is_var(v) else v for v in atoms]
+
+    eqns = [*first, *then]
+    copies = [eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars)) for eqn in eqns]
+    return copies, renamed(results)
+
+
+def rounded(eqns: Eqns, variables: Vars) -> list[Eqn]:
+    """Rounds values to their own dtype where they are made, as `jax.checkpoint` does with those it
+    keeps, so that nothing reads more precise ones."""
+    inexact = {v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    result = list[Eqn]()
+    for eqn in eqns:
+        before = {v: core.Var(v.aval) for v in eqn.outvars if v in inexact}
+        result.append(eqn.replace(outvars=[before.get(v, v) for v in eqn.outvars]))
+        for v, precise in before.items():
+            bits = jnp.finfo(v.aval.dtype)
+            params = {"exponent_bits": bits.nexp, "mantissa_bits": bits.nmant}
+            rounding = lax.reduce_precision_p, params, core.no_effects
+            result.append(core.new_jaxpr_eqn([precise], [v], *rounding))
+    return result
+
+
 def reads(eqns: Eqns, outputs: Iterable[Atom]) -> Vars:
     """Finds the variables that the equations read or that are returned, made here or not."""
     reads = {v for eqn in eqns for v in eqn.invars if is_var(v)}

@@ -52,6 +52,8 @@ _COMMUNICATES = ("psum", "reduce_scatter", "all_to_all")
 """Primitives that would communicate again if they were repeated, and whose results are no larger
 than their operands."""
 
+_CONTROL_FLOW = ("scan", "while", "cond")
+
 _FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 """cuDNN's kernel in `jax.nn.dot_product_attention`; its result is as large as one operand."""
 
@@ -470,6 +472,51 @@ def _cut(traced: _Traced, *, early: bool) -> Split:
     passed_on = [*traced.outputs[: len(traced.outputs) - len(state)], *until_b, *until_w]
     reads_state = any(jaxprs.is_var(v) and v in from_state for v in passed_on)
     return Split(traced, b, w, again, until_b, until_w, crosses, reads_state)
+
+
+def rematerialized(split: Split, remat: str, *, early: bool) -> Split | None:
+    """Cuts a layer under another policy without tracing it again.
+
+    The backward then makes values of the forward again, up to those that the policy keeps.
+
+    Args:
+      split: of a layer with the policy "none" and no matmuls in 8 bits.
+      remat, early: as for `split_layer`.
+
+    Returns:
+      What `split_layer` returns with this policy; None if the layer has loops or branches, which
+      return other values under another policy.
+    """
+    traced, policy = split.traced, REMAT_POLICIES[remat]
+    if policy is None:
+        return split
+    if any(eqn.primitive.name in _CONTROL_FLOW for eqn in traced.forward):
+        return None
+    kept = {
+        v
+        for eqn in traced.forward
+        if policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        for v in eqn.outvars
+    }
+    again = jaxprs.needed(traced.forward, traced.residuals, kept)
+    gradients = [*traced.dx, *traced.dparams]
+    backward, gradients = jaxprs.copied(again, traced.backward, gradients)
+    backward = jaxprs.narrowed(backward, gradients)
+    read = jaxprs.reads(backward, gradients)
+    given = [*traced.consts, *traced.known, *traced.own]
+    made = (v for eqn in traced.forward for v in eqn.outvars)
+    used = jaxprs.reads(jaxprs.needed(traced.forward, traced.outputs), ())
+    return _cut(
+        dataclasses.replace(
+            traced,
+            forward=jaxprs.rounded(traced.forward, kept & read & used),
+            backward=backward,
+            residuals=[v for v in (*given, *made) if v in read],
+            dx=gradients[: len(traced.dx)],
+            dparams=gradients[len(traced.dx) :],
+        ),
+        early=early,
+    )
 
 
 def _early(w: Eqns, dparams: list[Atom], made: Vars, kept: Vars) -> set[int]:
