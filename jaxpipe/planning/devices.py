@@ -280,8 +280,8 @@ class Peaks:
 
 def known(kind: str) -> Device | None:
     """Finds the device of the table that jax means, by its ``device_kind``."""
-    matches = (device for name, device in DEVICES.items() if name in kind.lower())
-    return next(matches, None)
+    matches = [device for name, device in DEVICES.items() if name in kind.lower()]
+    return max(matches, key=lambda device: len(device.name), default=None)  # gb200, not b200
 
 
 def measured(kind: str, peaks: Peaks, *, memory_bytes: float | None, source: str) -> Device:

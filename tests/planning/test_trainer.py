@@ -22,6 +22,7 @@ from train.config import Config
 from train.modes import device_bytes
 from train.plan import Planned
 from train.step import Setup
+from train.watch import metrics
 
 SMALL = {"vocab_size": 64, "sequence_length": 64, "num_layers": 4, "width": 8, "num_heads": 2}
 PLAN = Plan(2, 2, 1, 1, 1, "1f1b-fused", 1, 4, 4, "none", Zero(1), 1, "stacked")
@@ -251,3 +252,19 @@ def test_a_plan_knows_what_is_frozen_and_in_how_many_bits():
     assert np.isclose(parts["parameters"], device_bytes(run.params), rtol=0.02)
     assert np.isclose(parts["optimizer"], device_bytes(run.optimizer), rtol=0.02)
     assert parts["gradients"] == 1.5 * parts["optimizer"]  # a sum of two layers, and its part
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    [
+        ("NVIDIA GB200", devices.DEVICES["gb200"].flops),
+        ("AMD Instinct MI300X", devices.DEVICES["mi300x"].flops),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("TPU v5 lite", 197e12),
+        ("cpu", None),
+        ("another", None),
+    ],
+)
+def test_a_share_of_the_peak_is_of_the_planners_device_where_it_has_it(kind, flops):
+    assert metrics.peak_flops(kind, "bfloat16") == flops
+    assert metrics.peak_flops(kind, "float32") is None

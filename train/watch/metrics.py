@@ -22,6 +22,7 @@ from rich.console import Console
 
 from jaxpipe.errors import printable
 from jaxpipe.files import write_whole
+from jaxpipe.planning import devices
 from train.config import Config
 from train.runs import run_folder
 from train.step import Setup
@@ -29,14 +30,10 @@ from train.watch.goodput import SECONDS, UNIX_TIME, Goodput
 
 _FLUSH_SECONDS = 10
 """Time after which TensorBoard sees new numbers."""
-# Dense 16-bit peak per device, FLOP/s: NVIDIA's data sheets (A100, H100 SXM and PCIe, H200, B200)
-# and Google's Cloud TPU pages; keys are the start of jax's device_kind.
+# Dense 16-bit peaks, FLOP/s, of devices that are not in jaxpipe/planning/devices.csv: NVIDIA's data
+# sheet and Google's Cloud TPU pages; keys are the start of jax's device_kind.
 _PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5p": 459e12,
@@ -316,7 +313,7 @@ def peak_flops(device_kind: str, dtype: str | None) -> float | None:
 
     Args:
       device_kind: as jax names it.
-      dtype: compute dtype; only "bfloat16" has a peak in the table.
+      dtype: compute dtype; only "bfloat16" has a peak.
 
     Example:
       >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16")
@@ -325,7 +322,10 @@ def peak_flops(device_kind: str, dtype: str | None) -> float | None:
     if dtype != "bfloat16":
         return None
     matching = [name for name in _PEAK_FLOPS if device_kind.startswith(name)]
-    return _PEAK_FLOPS[max(matching, key=len)] if matching else None
+    if matching:
+        return _PEAK_FLOPS[max(matching, key=len)]
+    device = devices.known(device_kind)
+    return None if device is None or device.name == "cpu" else device.flops
 
 
 def memory_bytes() -> int:
@@ -377,8 +377,8 @@ class Clock:
     def stop(self, setup: Setup) -> Speed:
         """Returns the speed of the steps counted; there is at least one."""
         seconds = (time.perf_counter() - self._began) / max(self.steps, 1)
-        task, devices = setup.task, setup.mesh.devices
+        task, used = setup.task, setup.mesh.devices
         rows = setup.config.train.batch_size / seconds
-        peak, flops = peak_flops(devices.flat[0].device_kind, task.dtype), task.flops_per_row()
-        mfu = None if peak is None or flops is None else rows * flops / (peak * devices.size)
+        peak, flops = peak_flops(used.flat[0].device_kind, task.dtype), task.flops_per_row()
+        mfu = None if peak is None or flops is None else rows * flops / (peak * used.size)
         return Speed(seconds, rows * task.units_per_row, task.unit, mfu, memory_bytes())
