@@ -10,7 +10,7 @@ hides which communication. Nothing hides residuals that lie on the host, there o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -178,8 +178,9 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
     return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
 
 
+@lru_cache(maxsize=4096)
 def least_bytes(
-    placed: PlacedPlan, program: Program | None = None, *, among: Collection[str] = ()
+    placed: PlacedPlan, program: Program | None = None, *, among: tuple[str, ...] = ()
 ) -> float:
     """Bounds the bytes from below: with a schedule without a tick table, or with none.
 
@@ -294,7 +295,7 @@ _NOTHING = LayerTransfer(0.0, 0.0)
 def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
     for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
-    parts = _seconds_of_order(placed, program)
+    parts = seconds_of_order(placed, program)
     parts["transfers"] += _exposed(program, layer_costs(placed), transfer(placed))
     return parts | {"stragglers": placed.cluster.straggling * sum(parts.values())}
 
@@ -303,13 +304,17 @@ def doubt(placed: PlacedPlan, program: Program, seconds: Mapping[str, float]) ->
     """Seconds that a step may take longer where no published run says what is assumed: half of what
     pairs hide; all transfers of ZeRO-3 over many hosts once more; with fewer microbatches than two
     per stage, half of the waits, which nothing evens out."""
-    plan, doubted = placed.plan, doubt_of_hosts(placed)
-    if hidden := hidden_in_pairs(placed):
-        pairs = grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
-        doubted += 0.5 * hidden * pairs
-    if plan.microbatches < 2 * plan.stage > 2:
-        doubted += 0.5 * seconds["waits"]
-    return doubted
+    hidden = hidden_in_pairs(placed) and hidden_in_pairs(placed) * _pairs(program)
+    return doubt_of_hosts(placed) + _doubt_of_order(placed.plan, hidden, seconds["waits"])
+
+
+def _pairs(program: Program) -> float:
+    """Counts the pairs of layers in `paired_layers` on a stage: the mean."""
+    return grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
+
+
+def _doubt_of_order(plan: Plan, hidden: float, waits: float) -> float:
+    return 0.5 * (hidden + waits * (plan.microbatches < 2 * plan.stage > 2))
 
 
 def doubt_of_hosts(placed: PlacedPlan) -> float:
@@ -325,13 +330,14 @@ def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:
     """Bounds the seconds of a step from below: whatever the schedule, or with one that hides all
     transfers under layers."""
     if program is not None:
-        return sum(_seconds_of_order(placed, program).values())
+        return sum(seconds_of_order(placed, program).values())
     return least_of_family(placed) + _least_transfer(placed) + _update(placed)
 
 
-def coarse_seconds(placed: PlacedPlan) -> float:
-    """Estimates the seconds of a step from fewer stages that each have as many microbatches: the
-    order takes a fraction of the time to make, and waits slightly less."""
+def coarse_seconds(placed: PlacedPlan) -> tuple[float, float]:
+    """Estimates the seconds of a step, and those that its order leaves in doubt, from fewer stages
+    that each have as many microbatches: the order takes a fraction of the time to make, and waits
+    slightly less."""
     plan, layer = placed.plan, layer_costs(placed)
     fold = next(
         n
@@ -348,12 +354,35 @@ def coarse_seconds(placed: PlacedPlan) -> float:
     )
     chunk, hidden = layer.times(share), share * hidden_in_pairs(placed)
     makespan = fold * grown(program, lambda short: replayed(short, chunk, hidden=hidden))
+    hidden *= fold * _pairs(program) if hidden else 0.0
+    doubted = _doubt_of_order(plan, hidden, makespan + hidden - _layer_seconds(placed, layer))
     head = plan.passes * _head(placed)
-    return makespan + head + _least_transfer(placed) + _update(placed)
+    return makespan + head + _least_transfer(placed) + _update(placed), doubted
 
 
+@lru_cache(maxsize=4096)
 def least_of_family(placed: PlacedPlan) -> float:
-    """Bounds the seconds of a step from below, whatever the schedule and the plan's options."""
+    """Bounds the seconds of a step from below, whatever the plan's options."""
+    plan = placed.plan
+    head = plan.passes * _passes(placed).head / plan.stage
+    return _layer_seconds(placed, layer_costs(placed)) - _most_hidden(placed) + _fill(placed) + head
+
+
+@lru_cache(maxsize=4096)
+def least_doubt(placed: PlacedPlan) -> float:
+    """Bounds from below what the order leaves in doubt, where the seconds are `least_of_family`."""
+    hidden = _most_hidden(placed)
+    return _doubt_of_order(placed.plan, hidden, 0.0 if hidden else _fill(placed))
+
+
+def _most_hidden(placed: PlacedPlan) -> float:
+    """Bounds the seconds that pairs save from above."""
+    plan = placed.plan
+    return hidden_in_pairs(placed) * plan.passes * placed.model.num_layers / plan.stage
+
+
+def _fill(placed: PlacedPlan) -> float:
+    """Bounds from below how long a stage waits for others, whatever the order."""
     plan, layer = placed.plan, layer_costs(placed)
     # The last stage waits for the first microbatch, and the first one for the last gradient. The
     # last one may still owe the W of what it has in flight when it sends that, if it is split off.
@@ -361,24 +390,20 @@ def least_of_family(placed: PlacedPlan) -> float:
     there = chunk * (layer.f + layer.more(Kind.F, 0, plan.slices)) + layer.message
     back = chunk * (layer.b + layer.more(Kind.B, 0, plan.slices)) + layer.message
     if plan.schedule.endswith("-fused"):
-        fill = hops * (there + back + chunk * layer.w)
-    else:
-        owed = plan.in_flight(plan.schedule) + _MORE_IN_FLIGHT * plan.chunks
-        fill = hops * there + max(0.0, hops * back - owed * chunk * layer.w)
-    head = plan.passes * _passes(placed).head / plan.stage
-    hidden = hidden_in_pairs(placed) * plan.passes * placed.model.num_layers / plan.stage
-    return _layer_seconds(placed, layer) - hidden + fill + head
+        return hops * (there + back + chunk * layer.w)
+    owed = plan.in_flight(plan.schedule) + _MORE_IN_FLIGHT * plan.chunks
+    return hops * there + max(0.0, hops * back - owed * chunk * layer.w)
 
 
-def _seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
-    """Predicts the parts of `step_seconds` without transfers under layers."""
+def seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
+    """Predicts the parts of `step_seconds` if layers hide all transfers, and without stragglers."""
     plan, layer = placed.plan, layer_costs(placed)
     layers, head = _layer_seconds(placed, layer), plan.passes * _head(placed)
     at_end = plan.stage * _head(placed) if plan.ends else 0.0
     hidden = hidden_in_pairs(placed)
     makespan = grown(program, lambda short: replayed(short, layer, head=at_end, hidden=hidden))
     if hidden:
-        layers -= hidden * grown(program, lambda short: float(paired_layers(short).sum(0).mean()))
+        layers -= hidden * _pairs(program)
     waits = makespan - layers - (head if plan.ends else 0.0)
     transfers = _outer_transfer(placed)
     if plan.on_host.residuals:  # their slots are made there
@@ -477,6 +502,7 @@ def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
     return LAUNCH_SECONDS + max(computing, moving) + shown * min(computing, moving)
 
 
+@lru_cache(maxsize=4096)
 def layer_costs(placed: PlacedPlan) -> Costs:
     """Times F, B and W of a layer, the mean if they differ, and a message."""
     plan, cluster = placed.plan, placed.cluster

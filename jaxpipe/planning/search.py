@@ -278,11 +278,12 @@ def screen(
                 add(part, _least(part, goal))
         elif not refined and family[0].plan.stage >= 2 * cost.COARSE_STAGES:
             try:
-                seconds = cost.coarse_seconds(family[0])
+                seconds, doubt = cost.coarse_seconds(family[0])
             except ArgumentError:
                 excluded["schedule"] += 1
             else:
-                add(family, _of_one(family[0], goal, seconds, least.memory), refined=True)
+                doubt += cost.doubt_of_hosts(family[0])
+                add(family, _measures(family[0], goal, seconds, least.memory, doubt), refined=True)
         elif (prediction := evaluated(family[0], goal, excluded, slower)) is not None:
             predictions.append(prediction)
             new = prediction.measures
@@ -298,23 +299,24 @@ def _least(family: Family, goal: Goal) -> Measures:
     """Bounds what each plan of a family takes from below."""
     placed = family[0]
     if len(family) == 1:
-        return _of_one(placed, goal, cost.least_seconds(placed), cost.least_bytes(placed))
+        doubt = cost.least_doubt(placed) + cost.doubt_of_hosts(placed)
+        seconds, memory = cost.least_seconds(placed), cost.least_bytes(placed)
+        return _measures(placed, goal, seconds, memory, doubt)
     fastest = {one.plan.schedule: one for one in reversed(family)}
-    leanest = plans.leanest(family)
-    memory = min(cost.least_bytes(one, among=fastest) for one in leanest)
-    return _measures(placed, goal, min(map(cost.least_of_family, fastest.values())), memory)
+    memory = min(cost.least_bytes(one, among=(*fastest,)) for one in plans.leanest(family))
+    return min(
+        _measures(one, goal, cost.least_of_family(one), memory, cost.least_doubt(one))
+        for one in fastest.values()
+    )
 
 
-def _measures(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:
-    """Extends seconds of a step without stragglers to those of the training, and to its cost."""
-    seconds *= (1 + placed.cluster.straggling) * goal.steps_of(placed)
+def _measures(
+    placed: PlacedPlan, goal: Goal, seconds: float, memory: float, doubt: float
+) -> Measures:
+    """Extends seconds of a step without stragglers, and those in doubt, to the training and its
+    cost."""
+    seconds = ((1 + placed.cluster.straggling) * seconds + doubt) * goal.steps_of(placed)
     return Measures(seconds, memory, seconds * placed.cluster.dollars_per_second)
-
-
-def _of_one(placed: PlacedPlan, goal: Goal, seconds: float, memory: float) -> Measures:
-    """Does as `_measures` with what is doubted of a plan, whatever its schedule."""
-    doubted = cost.doubt_of_hosts(placed) / (1 + placed.cluster.straggling)
-    return _measures(placed, goal, seconds + doubted, memory)
 
 
 def evaluated(
@@ -331,13 +333,14 @@ def evaluated(
         excluded["schedule"] += 1
         return None
     if least <= room(placed):
-        if slower(_of_one(placed, goal, cost.least_seconds(placed, program), least)):
+        seconds = cost.seconds_of_order(placed, program)
+        doubt = cost.doubt(placed, program, seconds)
+        if slower(_measures(placed, goal, sum(seconds.values()), least, doubt)):
             excluded["slower"] += 1
             return None
         parts = cost.device_bytes(placed, program)
         if sum(parts.values()) <= room(placed):
             seconds = cost.step_seconds(placed, program)
-            doubt = cost.doubt(placed, program, seconds)
             return Prediction(placed, seconds, parts, goal.steps_of(placed), doubt)
     excluded["memory"] += 1
     return None

@@ -173,7 +173,7 @@ def test_with_fewer_stages_a_step_is_a_little_shorter():
     assert {schedule for schedule, *_ in alike} > {"v-half", "1f1b", "interleaved-fused"}
     for placed in alike.values():
         whole = cost.least_seconds(placed, cost.program_of(placed, published=True))
-        assert cost.least_seconds(placed) < cost.coarse_seconds(placed) <= whole * (1 + 1e-9)
+        assert cost.least_seconds(placed) < cost.coarse_seconds(placed)[0] <= whole * (1 + 1e-9)
 
 
 def test_compiled_memory_replaces_what_was_predicted(model):
@@ -215,7 +215,8 @@ def test_the_best_plan_without_stages_stands_beside_the_best(model):
     cluster, goal = devices.cluster("h100", 4), Goal(None, (32,))
     plain = search.search(model, [cluster], goal).without_stages
     of_one_stage = search.search(model, [cluster], goal, allowed=lambda plan: plan.stage == 1)
-    assert plain == of_one_stage.best[0] == of_one_stage.without_stages
+    both = of_one_stage.best[0], of_one_stage.without_stages
+    assert {(one.plan, one.measures) for one in both} == {(plain.plan, plain.measures)}
 
 
 def test_words_about_stages_fit_the_devices_and_the_batch(model):
