@@ -125,7 +125,7 @@ BUILT_IN = (
     *_split_and_fused(
         "hanayo", hanayo, "v/2 waves down and up the stages", "arXiv 2308.15762", reordered=True
     ),
-    _reordered("zb-h1", zb_h1, "1F1B with split backwards, in 1F1B's memory", _ZERO_BUBBLE),
+    _reordered("zb-h1", zb_h1, "1F1B with split backwards, 1F1B's activations", _ZERO_BUBBLE),
     _reordered("zb-h2", zb_h2, "1F1B with twice the warm-up, W fills the cool-down", _ZERO_BUBBLE),
     _reordered("interleaved-zb", interleaved_zb, "1F1B over chunks, W deferred", _ZERO_BUBBLE),
     _on_v("dualpipe-v", dualpipe_v, "Forward of one chunk beside backward of the other", _DUALPIPE),
@@ -135,7 +135,7 @@ BUILT_IN = (
         "Forward and backward in pairs, as published",
         _DUALPIPE,
     ),
-    _reordered_v("zb-v", zb_v, "Zero bubble on a V placement, in 1F1B's memory", _ZERO_BUBBLE),
+    _reordered_v("zb-v", zb_v, "Zero bubble on a V placement, 1F1B's activations", _ZERO_BUBBLE),
     _reordered_v("v-zb", v_zb, "ZB-V as a V building block", _CONTROLLABLE_MEMORY),
     _reordered_v("v-half", v_half, "Half of 1F1B's activations", _CONTROLLABLE_MEMORY),
     _reordered_v("v-min", v_min, "A third of 1F1B's activations", _CONTROLLABLE_MEMORY),
