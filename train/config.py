@@ -182,8 +182,8 @@ class PipelineConfig(Section):
     "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3.
     Activations are quantized in E4M3, and gradients at a matmul's output in E5M2. Layers must be
     alike, at least at each place of all chunks, and may only multiply by these weights, which
-    excludes experts that drop nothing, and norms. `jaxpipe plan` keeps the patterns and predicts
-    with them."""
+    excludes norms, and experts without model.capacity_factor. `jaxpipe plan` keeps the patterns and
+    predicts with them."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA flags for GPUs that the trainer sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. A flag that is already in XLA_FLAGS stays."""
@@ -383,7 +383,7 @@ class SampleConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Several processes. Slurm and Open MPI need none of these fields."""
+    """Several processes. Slurm needs none of these fields, and Open MPI at most the coordinator."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0; an IPv6 address in brackets."""
