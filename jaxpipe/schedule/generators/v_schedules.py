@@ -48,7 +48,7 @@ def v_half(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Sc
 
 
 def v_zb(num_stages: int, num_microbatches: int, *, costs: Costs = UNIT) -> Schedule:
-    """Leaves no gap in a stage's span, at 1F1B's memory: six units down one stage and up again.
+    """Leaves no gap in a stage's span, at 1F1B's peak: six units down one stage and up again.
 
     That is at F=B=W and m >= 2p; a barrier between optimizer steps costs (p-1)/2 of a full stage.
 
