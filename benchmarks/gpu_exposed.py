@@ -122,7 +122,6 @@ def measure(args: argparse.Namespace, name: str) -> None:
         print(f"  {what:32} {all_of_it:8.2f} ms, {exposed:8.2f} exposed ({share:.1%})", flush=True)
 
 
-@attention_of_gpus()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", nargs="+", default=["1f1b-fused"])
@@ -135,8 +134,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2, help="weight slots; 0 for all chunks")
     args = parser.parse_args()
     use_gpu_flags()
-    for name in args.schedules:
-        measure(args, name)
+    with attention_of_gpus():
+        for name in args.schedules:
+            measure(args, name)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -35,15 +36,19 @@ CONFIG = gpt.GPTConfig(
 STAGES = DATA = HOSTS = CHUNKS = 8
 
 
-@attention_of_gpus()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="*", default=[8, 16, 32])
     options = parser.parse_args()
     use_gpu_flags()
+    steps(options.microbatches)
+
+
+@attention_of_gpus()
+def steps(counts: Sequence[int]) -> None:
     devices = h100s(HOSTS * GPUS_PER_HOST)
     in_order = np.asarray(devices, object).reshape(DATA, STAGES)
-    for microbatches in options.microbatches:
+    for microbatches in counts:
         for name, order in (("within hosts", devices), ("across hosts", in_order)):
             pipe = jaxpipe.Pipeline(
                 gpt.model(CONFIG, vocabulary_axis="stage"),

@@ -22,6 +22,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,13 +224,17 @@ def exceeded(name: str, found: Limits) -> list[str]:
     ]
 
 
-@attention_of_gpus()
 def main() -> None:
-    """Prints the tables and writes the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", default=[""], help="parts of names; default all")
     options = parser.parse_args()
     use_gpu_flags()
+    tables(options.cases)
+
+
+@attention_of_gpus()
+def tables(chosen: Sequence[str]) -> None:
+    """Prints the tables and writes the figures as JSON."""
     console = Console(width=WIDTH)
     console.print(peaks_table())
     layers = table_of(
@@ -250,7 +255,7 @@ def main() -> None:
     worse, rows = [], []
     for case in cases():
         name = label(case)
-        if not any(part in name for part in options.cases):
+        if not any(part in name for part in chosen):
             continue
         with console.status(f"compiling {name}"):
             pipe = gpu_compile.pipeline(case)

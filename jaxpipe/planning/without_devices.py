@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.extend.mlir import ir
 
@@ -32,8 +33,11 @@ GPUS_PER_HOST = 8
 def use_gpu_flags() -> None:
     """Sets ``XLA_FLAGS`` as for a run on GPUs, though jax itself has only CPU devices here.
 
-    Call it before jax is first used.
+    Raises:
+      RuntimeError: jax has been used before, and XLA reads its flags once.
     """
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError("XLA has read its flags: call use_gpu_flags before jax is first used.")
     variables = os.environ | {"JAX_PLATFORMS": "cuda"}
     gpu_flags.apply(variables)
     os.environ["XLA_FLAGS"] = variables.get("XLA_FLAGS", "")

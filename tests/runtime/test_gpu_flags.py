@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxpipe import gpu_flags
+from jaxpipe.planning.without_devices import use_gpu_flags
 
 CUDA = importlib.metadata.EntryPoint("xla_cuda12", "jax_plugins.xla_cuda12", "jax_plugins")
 
@@ -69,3 +71,10 @@ def start(flags: str) -> int:
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     program = [sys.executable, "-c", "import jax; jax.devices(); jax.jit(lambda: 1)()"]
     return subprocess.run(program, env=environment, capture_output=True, check=False).returncode
+
+
+def test_flags_that_come_too_late_are_an_error():
+    """XLA has read its flags with the first backend, and would ignore these."""
+    assert jax.devices()
+    with pytest.raises(RuntimeError, match="before jax is first used"):
+        use_gpu_flags()
