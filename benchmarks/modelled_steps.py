@@ -184,8 +184,8 @@ def modelled(
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
 
     def outside(stage: int) -> Spent:
-        """What a stage spends outside of ticks, and what loops of ticks that stand in the entry
-        leave exposed of the transfers beside them."""
+        """Times a stage outside of ticks, with what loops of ticks that stand in the entry leave
+        exposed of the transfers beside them."""
 
         def trips(loop: Instruction) -> float:
             inside = (trips_of(tick, stage)(loop) for tick in inlined)

@@ -304,7 +304,8 @@ def doubt(placed: PlacedPlan, program: Program, seconds: Mapping[str, float]) ->
     """Seconds that a step may take longer where no published run says what is assumed: half of what
     pairs hide; all transfers of ZeRO-3 over many hosts once more; with fewer microbatches than two
     per stage, half of the waits, which nothing evens out."""
-    hidden = hidden_in_pairs(placed) and hidden_in_pairs(placed) * _pairs(program)
+    if hidden := hidden_in_pairs(placed):
+        hidden *= _pairs(program)
     return doubt_of_hosts(placed) + _doubt_of_order(placed.plan, hidden, seconds["waits"])
 
 

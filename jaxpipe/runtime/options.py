@@ -161,13 +161,12 @@ class Options:
     ) -> Options:
         """Returns the options with those that depend on the mesh, or on layers, decided."""
         platform, weights, slots = mesh.devices.flat[0].platform, self.weights, self.weight_slots
-        alike = self.misplaced(model, params, schedule) is None
         if weights == "auto" and self.of_places and not model.layers_are_alike:
             weights = "unrolled"
         elif weights == "auto":
             weights = defaults.weights(
                 platform=platform,
-                alike=alike,
+                alike=self.misplaced(model, params, schedule) is None,
                 num_layers=num_layers(params["layers"]),
                 num_stages=schedule.num_stages,
             )

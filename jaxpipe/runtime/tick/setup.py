@@ -20,10 +20,7 @@ from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick.stamps import Stamps
 from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import combine
-from jaxpipe.runtime.types import (
-    Path,
-    Tree,
-)
+from jaxpipe.runtime.types import Path, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import (
     Pairs,
