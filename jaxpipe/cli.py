@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tyro.extras.subcommand_cli_from_dict(
             {command.__name__: command for command in commands},
             prog="jaxpipe",
-            description="Draw, list, compare and check pipeline schedules; plan, measure.",
+            description="Draw, compare and check pipeline schedules; plan runs; measure devices.",
             args=given,
         )
     except (ValueError, OSError) as error:

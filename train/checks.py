@@ -264,7 +264,7 @@ def _compute_dtype(config: Config) -> Iterator[Failure]:
     own = getattr(config.model, "dtype", None)
     if own != dtype:
         yield Failure(
-            f"pipeline.compute_dtype={dtype} rounds the weights of layers that compute in "
+            f"pipeline.compute_dtype={dtype} would round the weights of layers that compute in "
             f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or "
             "pipeline.compute_dtype=null.",
             ("pipeline.compute_dtype", "model.dtype"),
@@ -296,8 +296,8 @@ def _partition(config: Config) -> Iterator[Failure]:
         counts = pipeline_section.own_counts(config)
     except ValueError:
         yield Failure(
-            f"pipeline.partition={rule!r} must be equal, flops, measured, or the layers of every "
-            'chunk such as "3,2,2,3".',
+            f"pipeline.partition={rule!r} must be equal, flops, measured, or the number of layers "
+            'of each chunk, such as "3,2,2,3".',
             ("pipeline.partition",),
         )
         return
@@ -351,8 +351,8 @@ def _documents(config: Config) -> Iterator[Failure]:
     tokens = config.data.document_tokens
     if tokens is not None and config.data.documents == "joined":
         yield Failure(
-            f"data.document_tokens={tokens} has no effect on data.documents=joined, where tokens "
-            "see the documents before theirs. Nearest valid: data.document_tokens=null, or "
+            f"data.document_tokens={tokens} has no effect with data.documents=joined, where tokens "
+            "also see earlier documents. Nearest valid: data.document_tokens=null, or "
             "data.documents=packed.",
             ("data.document_tokens", "data.documents"),
         )
@@ -596,8 +596,8 @@ def balanced(config: Config) -> Iterator[Failure]:
             )
         if field == "qk_clip" and config.pipeline.update == "chunk":
             yield Failure(
-                f"{path}={value} {what} when all microbatches are done, and pipeline.update=chunk "
-                f"updates before. Nearest valid: {path}=null, or pipeline.update=step.",
+                f"{path}={value} {what} after all microbatches, and pipeline.update=chunk updates "
+                f"earlier. Nearest valid: {path}=null, or pipeline.update=step.",
                 (path, "pipeline.update"),
             )
 
@@ -610,8 +610,8 @@ def slices(config: Config) -> Iterator[Failure]:
     family = tasks.find(config.task)
     if not family.slices:
         yield Failure(
-            f"{path}={number}: layers of task={config.task} run whole sequences; those of task=gpt "
-            f"run slices. Nearest valid: {path}=1.",
+            f"{path}={number}: layers of task={config.task} run whole sequences; only those of "
+            f"task=gpt run slices. Nearest valid: {path}=1.",
             (path, "task"),
         )
         return

@@ -68,10 +68,10 @@ class DataConfig(Section):
     """Folder that ``python -m train.prepare`` wrote."""
     prepare: str | None = None
     """Arguments with which ``python -m train.prepare`` writes the folder, such as "images --source
-    mnist"; ``python -m train.prepare --config FILE`` reads them here."""
+    mnist"; ``python -m train.prepare --config FILE`` reads them from here."""
     mix: dict[str, Weight] = {}
-    """More folders with the same tokenizer, each with a weight in proportion to which its rows are
-    drawn, such as {data/code: 2.5}; path has weight 1. All held-out rows come from path."""
+    """More folders with the same tokenizer, each with a weight, such as {data/code: 2.5}. Rows are
+    drawn in proportion to the weights; path has weight 1. All held-out rows come from path."""
     domains: dict[str, str] = {}
     """More folders with the same tokenizer, by name, such as {code: data/code}. Each evaluation
     also reports the loss and perplexity of their held-out rows."""
@@ -86,7 +86,7 @@ class DataConfig(Section):
     ("apart"). "packed" is "apart" with whole documents in rows, unless they are longer than a row,
     and about equal amounts of attention in each row."""
     document_tokens: Count | None = None
-    """Mean, over tokens, of the length of their document in tokens, where documents are apart or
+    """Length of a token's document in tokens, averaged over tokens, for documents that are apart or
     packed. Plans compute the cost of attention from it; the default is the length of a row."""
 
 
@@ -416,8 +416,8 @@ class Config(Section):
     """Task to train: the name of a file in train/tasks, or module:Class of your own."""
     init_from: str | None = None
     """Initial weights: a Hugging Face folder, or the folder of a run for its latest checkpoint, or
-    FOLDER@best or FOLDER@STEP. A further @ema reads the moving average of the weights. They decide
-    all fields of the model that you do not set. null draws random weights."""
+    FOLDER@best or FOLDER@STEP. A further @ema reads the moving average of the weights. Fields of
+    the model that you do not set come from the weights. null draws random weights."""
     data: DataConfig = DataConfig()
     model: pydantic.SerializeAsAny[Section] = pydantic.Field(
         default_factory=dict, validate_default=True

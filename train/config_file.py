@@ -118,7 +118,7 @@ _LONGEST = 100_000
 """Most characters of a configuration, with all that its aliases stand for."""
 _DEEPEST = 100
 """Most levels of a configuration."""
-_TOO_LONG = f"it has more than {_LONGEST} characters, with all that its aliases stand for."
+_TOO_LONG = f"it has more than {_LONGEST} characters, counting its aliases in full."
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:

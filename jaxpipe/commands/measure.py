@@ -16,8 +16,8 @@ _MOST_SIMULATED = 8
 def measure(*, out: Path, devices: int | None = None) -> None:
     """Time a matmul, copies, messages and collectives on the devices that jax has.
 
-    The file that is written takes the place of a device's name: `jaxpipe plan --device FILE`,
-    `jaxpipe compare --layer-model SIZES --device FILE`. All devices work at once, as in a step.
+    The file takes the place of a device's name: `jaxpipe plan --device FILE`, `jaxpipe compare
+    --layer-model SIZES --device FILE`. All devices work at once, as in a step.
 
     Args:
       out: the .json file to write.

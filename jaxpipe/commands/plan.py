@@ -50,30 +50,31 @@ def plan(
 ) -> None:
     """Choose mesh, schedule, microbatches, rematerialization, ZeRO level and offload for a model.
 
-    Everything is predicted: layers from their trace at the peaks of the device, messages and
-    transfers from the tick table that would run. Nothing is run, and only --measure compiles.
+    Everything is predicted: layers from traces and the rates of the device, messages and transfers
+    from the tick table that would run. Nothing runs, and only --measure compiles.
 
     Args:
       devices: number of devices; several numbers are compared.
       device: v100, a100, h100, h200, b200, b300, gb200, gb300, mi300x, mi355x, v7x; cpu for
         devices that jax simulates; or a .json file that `jaxpipe measure` wrote.
-      config: a configuration of the trainer, whose model and batch are meant.
+      config: the trainer's configuration, which has the model and the batch.
       sizes: a file that --write-sizes wrote, in place of a configuration.
-      link: links within hosts and between them: nvlink or pcie with the devices of a host, ib or
-        eth with the Gb/s of each device's port; by default those of the device.
-      context: most devices that may share a sequence; each number of them takes seconds to count.
-      slices: most slices into which a schedule may cut a sequence; likewise.
-      memory: bytes of a device that a plan may take; by default 92% of what it has.
+      link: links such as nvlink:8,ib:400: within hosts, nvlink or pcie and the number of devices;
+        between hosts, ib or eth and the Gb/s of a device's port. By default the device's usual
+        links.
+      context: most devices that may share a sequence; each number takes seconds to trace.
+      slices: most slices per sequence; each number takes seconds to trace.
+      memory: bytes of a device's memory that a plan may use; by default 92% of it.
       tokens: tokens to train on, for time and cost of the training; by default those of one step.
       batch: rows of a step; several numbers are compared. By default that of the configuration.
-      critical_batch: tokens of the critical batch, by which larger batches need fewer steps; the
-        noise scale that a run prints is an estimate.
+      critical_batch: tokens B_crit of the critical batch: training takes tokens (1/B + 1/B_crit)
+        steps. The noise scale of a run estimates it.
       objective: the quantity that the best plan minimises.
-      out: file to write the best plan to, as a configuration.
-      measure: number of the best plans to compile without devices, half a minute to minutes each.
-        Their memory is then the compiler's, and plans beyond the limit are out; times stay those
-        that were predicted. For h100 and h200 it needs jax's CUDA plugin, for cpu nothing.
-      write_sizes: file to write what the model computes and keeps to, for --sizes.
+      out: file for the best plan, as a configuration.
+      measure: number of best plans to compile without devices, which takes half a minute to minutes
+        each. The compiler's memory then replaces the predicted one, and plans over the limit are
+        ruled out; times remain predictions. h100 and h200 need jax's CUDA plugin, cpu nothing.
+      write_sizes: file for what the model computes and keeps, to be read by --sizes.
     """
     refuse(
         [

@@ -87,36 +87,35 @@ def show(
 ) -> None:
     """Draw the ticks of one schedule, or write them as a picture, a page, a trace or CSV.
 
-    A timeline shows actions, messages and which of them are received a tick late, and idle time.
+    A timeline shows actions, idle time, messages, and which messages arrive a tick late.
 
     Args:
-      name: the schedule; `jaxpipe schedules` lists them. Or your own: FILE.csv, module:function. Or
-        pipemare, pipedream or 2bw: the steady state as text, with delays and weight versions.
-      stages: p, pipeline stages; every schedule but a file needs it.
-      microbatches: m, microbatches per batch; every schedule but a file needs it.
+      name: one of `jaxpipe schedules`, or your own: FILE.csv or module:function. pipemare,
+        pipedream and 2bw print their steady state as text, with delays and weight versions.
+      stages: p, pipeline stages; required unless the schedule is a file.
+      microbatches: m, microbatches per batch; required unless the schedule is a file.
       chunks: v, chunks per stage; by default the schedule's own.
-      group: microbatches that interleaved and breadth-first schedules take together.
-      slices: k, slices into which gpipe, 1f1b, eager-1f1b, interleaved, breadth-first, modular,
-        zb-h1, zb-h2, interleaved-zb and auto cut the sequences of a microbatch; each is drawn as a
-        microbatch, and costs are those of one.
-      costs: time of F,B,W of one chunk, and optionally of one message: 1,1,1 or 1,1.2,0.8,0.1. A
-        fifth number is the share of the shorter that an overlapped pair of forward and backward
-        saves on the free clock: 1,1.2,0.8,0.1,0.5. A sixth is the share of F and B that is
-        attention, which takes longer for later slices. A last word, 1,1.2,0.8,0.1,rendezvous, makes
-        senders wait for receivers on the device clock. For `auto`, which holds one or two chunks
-        per stage, half a stage's.
-      layers: layers of the whole model, with --layer-costs in place of --costs: `auto` then chooses
-        among all numbers of chunks that they can form.
+      group: number of microbatches per group, for interleaved and breadth-first schedules.
+      slices: k, slices per sequence, for gpipe, 1f1b, eager-1f1b, interleaved, breadth-first,
+        modular, zb-h1, zb-h2, interleaved-zb and auto. A slice is drawn as a microbatch, and costs
+        are those of a slice.
+      costs: time of F,B,W of one chunk (for `auto`, of half a stage), and optionally of one
+        message: 1,1,1 or 1,1.2,0.8,0.1. A fifth number is the share of its shorter action that an
+        overlapped pair saves on the free clock: 1,1.2,0.8,0.1,0.5. A sixth is the share of F and B
+        that is attention, which takes longer for later slices. A last word,
+        1,1.2,0.8,0.1,rendezvous, makes senders wait for receivers on the device clock.
+      layers: layers of the whole model, with --layer-costs in place of --costs; `auto` then also
+        chooses the number of chunks.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.
-      memory_limit: peak in flight per stage, in microbatches of a full stage, for a search; with
-        --offload what a device keeps, for any schedule.
-      offload: time in which what F keeps moves to the host, or back, as a share of F: 0.8. What
-        waits longest then moves there while layers run, until the limit holds.
-      recompute_segment: for an asynchronous method, stages that run forward again together.
-      clock: device, the clock of the program on GPUs; or free, as papers draw it, on which stages
+      memory_limit: largest peak in flight per stage, in microbatches of a full stage, for a search;
+        with --offload, largest number that a device keeps, for any schedule.
+      offload: time to move the residuals of an F to the host, or back, as a share of F: 0.8. Those
+        that wait longest then move while layers run, until --memory-limit holds.
+      recompute_segment: stages per segment that runs forward again, for an asynchronous method.
+      clock: device, the clock of the program on GPUs; or free, the clock of papers, on which stages
         wait only for inputs. A page has both.
-      format: what to write; by default the format of --out's extension, or else text. html is a
-        page to look into with a browser: zoom, what is where, tick by tick, memory.
+      format: what to write; by default the format of --out's extension, or else text. html is an
+        interactive page: zoom, and the contents and memory of each tick.
       out: the file to write; without it, the schedule goes to standard output.
     """
     written = _chosen_format(format, out)

@@ -49,21 +49,20 @@ class OnDevices:
     """A model on devices.
 
     Args:
-      layer_model: file that `jaxpipe plan --write-sizes` wrote of a model; the others need it.
+      layer_model: file that `jaxpipe plan --write-sizes` wrote; the options below need it.
       batch: rows of a step; by default those of the configuration.
       data: data shards.
       replica: groups of data shards that hold the same parts.
-      expert: data shards that have some of a layer's experts each.
+      expert: data shards over which a layer's experts are split.
       context: devices that share a layer's sequence.
       tensor: devices that share a layer's weights.
       zero: level at which parameters, gradients and optimizer state are sharded over data.
       remat: none, dots (the default of training on GPUs) or full.
-      on_host: what lies in the host's memory: state (the optimizer's), residuals, or
-        state,residuals.
+      on_host: what host memory holds: state (the optimizer's), residuals, or state,residuals.
       device: as for `plan`.
       link: links within hosts and between them, as for `plan`.
-      exposed: share of the collectives within layers that nothing hides; 1 for jaxpipe's programs,
-        about 0.1 for systems that run them beside matmuls.
+      exposed: factor of the exposed time of collectives within layers: 1 for jaxpipe's programs,
+        about 0.1 for systems that hide more of them.
     """
 
     layer_model: Path | None = None
@@ -181,10 +180,9 @@ _NO_DEVICES = OnDevices()
 _COMPARED = (
     "All schedules run one model: chunks share the work of a stage. v: chunks per stage. peak: "
     "activations in flight on the stage that keeps most, in microbatches of a full stage; kept, "
-    "with --offload: the fewest that a device must keep. free, device: the bubble on the "
-    "free-running clock of papers, and on the device clock, which is the program's. makespan: that "
-    "of a step on the device clock, in the unit of the costs of a stage; `show` takes costs of a "
-    "chunk."
+    "with --offload: the fewest that a device must keep. free: the bubble on the free-running "
+    "clock, as in papers; device: on the device clock, which follows the program. makespan: of a "
+    "step on the device clock, in the unit of the stage's costs (`show` takes costs of a chunk)."
 )
 
 
@@ -218,27 +216,26 @@ def compare(
     devices: Annotated[OnDevices, tyro.conf.arg(name="")] = _NO_DEVICES,
     out: Path | None = None,
 ) -> None:
-    """Compare schedules that fit one shape on equal models: bubble, time and peak in flight.
+    """Compare schedules of one model and mesh: bubble, time and peak in flight.
 
-    With --layer-model they are compared on devices, by the cost model of `jaxpipe plan`: step time
-    and memory of a device by part, with the transfers that nothing hides.
+    With --layer-model, the cost model of `jaxpipe plan` predicts step time and memory per device,
+    by part, including transfers that nothing hides.
 
     Args:
-      names: the schedules, as for `show`; by default all of the catalog that fit.
+      names: the schedules, as for `show`; by default all that fit.
       stages: p, pipeline stages.
       microbatches: m, microbatches per batch.
-      chunks: v, chunks per stage of the schedules that let one choose; by default each one's own.
-      slices: k, slices into which the schedules that can cut the sequences of a microbatch; they
-        share its work and its messages.
+      chunks: v, chunks per stage, for schedules with any number; by default each schedule's own.
+      slices: k, slices per sequence, for schedules that support them; the slices share the work and
+        the messages of a microbatch.
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. The
-        stage's chunks share it. By default 1,1,1 if no costs of a layer are given either.
+        stage's chunks share it. 1,1,1 if neither this nor --layer-costs is given.
       layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
       layers: layers of the whole model; by default two per stage, or per chunk with --chunks.
-      offload: time in which what F keeps moves to the host, or back, as a share of F: 0.8. A column
-        then says how little a device keeps if all that can wait there does.
+      offload: time to move the residuals of an F to the host, or back, as a share of F: 0.8. A
+        column then shows the fewest microbatches that a device must keep.
       devices: a traced model on devices, in place of costs.
-      out: a page to write, .html, on which a browser shows the schedules one above the other, each
-        as `show` does.
+      out: an .html page to write, with the schedules one above the other, each as `show` draws it.
     """
     counts = {"chunks": chunks, "slices": slices}
     if offload is not None and not offload > 0:
@@ -251,7 +248,7 @@ def compare(
     }
     for option, number in counts.items():
         if number and names and not any(option in chosen.get(name, ()) for name in names):
-            rule = f"has no effect: none of {', '.join(names)} lets one choose"
+            rule = f"has no effect: none of {', '.join(names)} reads it"
             refuse([Problem(option, number, rule, (None,))])
     if out is not None and out.suffix.lower() != ".html":
         rule = "must end in .html: it is a page for a browser"

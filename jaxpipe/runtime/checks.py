@@ -71,7 +71,7 @@ def arguments(
         yield (
             f"Model.stateful={model.stateful}, but Pipeline was given "
             f"{'no states' if states is None else 'states'}: a stateful model needs the initial "
-            "states of its layers, another takes none."
+            "states of its layers, and no other model takes states."
         )
     elif model.stateful and schedule is not None:
         yield from _microbatch_order(schedule)
@@ -100,7 +100,7 @@ def _places(
             nearest = {name: "stacked"} if name == "weights" else nearest
             yield Problem(name, value, rule.format(*misplaced), nearest)
         elif options.weights == "stacked":
-            rule = "needs arrays for every layer where layers differ, and not $weights"
+            rule = "cannot be combined with $weights if layers differ"
             others = {"weights": "stacked"}
             yield Problem(name, value, rule, {"weights": "unrolled"}, others)
 
@@ -131,10 +131,10 @@ def _moved(model: Model, options: Options) -> Iterator[Problem]:
         return
     near = ("device", "host")
     if not model.layers_are_alike:
-        rule = "moves those of layers that are alike, and Model.layer is a tuple"
+        rule = "needs layers that are alike, and Model.layer is a tuple"
         yield Problem("residuals", options.residuals, rule, near)
     if options.pair_layers:
-        rule = "moves them beside layers, which run one by one, and not with $pair_layers"
+        rule = "moves them while single layers run; it cannot be combined with $pair_layers"
         yield Problem("residuals", options.residuals, rule, near, {"pair_layers": True})
 
 
@@ -153,7 +153,7 @@ def _slices(model: Model, schedule: Schedule | None) -> Iterator[str]:
     elif isinstance(model.carry, tuple) and (
         model.layers_are_alike or len(model.carry) != len(model.layer)
     ):
-        yield "Model.carry is a tuple, and must have one for each function of Model.layer."
+        yield "Model.carry is a tuple: Model.layer must be a tuple of the same length."
 
 
 _PARTS = ("embed", "layers", "head")
@@ -224,8 +224,8 @@ def _separate(model: Model, layers: Params) -> Iterator[str]:
 
 
 _FORMS = (
-    "layers that differ have a function and a tree of parameters each, layers that are alike one "
-    "function and stacked parameters."
+    "layers that differ have a function and a tree of parameters each; layers that are alike share "
+    "one function and have stacked parameters."
 )
 
 
@@ -236,7 +236,7 @@ def _precision(params: Params, options: Options) -> Iterator[Problem | str]:
     if options.compute_dtype is not None:
         yield from _of_compute_dtype(options.compute_dtype, layers)
     elif options.fp8 == () and excepted != ():
-        yield "full_precision needs compute_dtype or fp8, from which it excepts parameters."
+        yield "full_precision needs compute_dtype or fp8: it exempts parameters from them."
         return
     unknown: list[str] = []
     for name, chosen in (("fp8", options.fp8), ("full_precision", excepted)):
@@ -257,10 +257,10 @@ def _of_compute_dtype(dtype: DTypeLike, layers: Shapes) -> Iterator[Problem]:
     if not jnp.issubdtype(narrow, jnp.floating):
         yield Problem("compute_dtype", str(narrow), "is not floating point", examples)
     elif narrow.itemsize == 1:
-        rule = "needs scales: choose the weights that are quantized with fp8"
+        rule = "needs scales: choose the weights to quantize by fp8"
         yield Problem("compute_dtype", str(narrow), rule, ({"fp8": "*kernel"},))
     elif not any(is_wider(leaf, narrow) for leaf in jax.tree.leaves(layers)):
-        rule = "is as wide as the layers' parameters: layers would read what they read without it"
+        rule = "is not narrower than the layers' parameters and would have no effect"
         yield Problem("compute_dtype", str(narrow), rule, (None,))
 
 
@@ -288,7 +288,7 @@ def _microbatch_order(schedule: Schedule) -> Iterator[str]:
             if action.microbatch < latest.get(action.virtual_stage, -1):
                 yield (
                     f"Schedule {schedule.name!r} runs {action} after a later microbatch; the "
-                    "states of a stateful model are renewed in microbatch order."
+                    "states of a stateful model are updated in microbatch order."
                 )
                 return
             latest[action.virtual_stage] = action.microbatch
@@ -379,7 +379,7 @@ def batch(tree: Tree, schedule: Schedule, num_shards: int) -> Iterator[str]:
     if n == 0 or n % step:
         below, above = n // step * step, max(-(-n // step), 1) * step
         valid = ", ".join(str(n) for n in (below, above) if n)
-        remedy = " Or add rows of no weight: `pipe.pad_batch(batch)`." if n else ""
+        remedy = " Or add masked rows: `pipe.pad_batch(batch)`." if n else ""
         yield f"{at} has {n} rows, which cannot be split evenly into {unit}."
         yield f"Nearest valid: {valid}.{remedy}"
     if schedule.num_slices > 1:

@@ -101,7 +101,7 @@ class Options:
             yield Problem("weights", self.weights, rule)
         slots = self.weight_slots
         if slots is not None and (not _is_number(slots) or slots < 1):
-            yield Problem("weight_slots", slots, "holds no chunk", (1,))
+            yield Problem("weight_slots", slots, "must be a whole number of at least 1", (1,))
         kept = not isinstance(self.residuals, (str, bool)) and self.residuals
         if not (kept and kept > 0) and self.residuals not in ("device", "host"):
             rule = "is not one of device, host, or a number of microbatches above 0"

@@ -315,9 +315,10 @@ OPTIONS = [
      "0 and 4, at the same place, differ in function or parameters.\nNearest valid: weights="),
     ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
     ("tied", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
-    ("tied", {"zero": 3, "weight_slots": 0}, "weight_slots=0 holds no chunk.\nNearest valid: 1"),
-    ("tied", {"weight_slots": "2"}, "weight_slots='2' holds no chunk."),
-    ("tied", {"weight_slots": True}, "weight_slots=True holds no chunk."),
+    ("tied", {"zero": 3, "weight_slots": 0},
+     "weight_slots=0 must be a whole number of at least 1.\nNearest valid: 1"),
+    ("tied", {"weight_slots": "2"}, "weight_slots='2' must be a whole number"),
+    ("tied", {"weight_slots": True}, "weight_slots=True must be a whole number"),
     ("tied", {"zero": True}, "zero=True is not a level.\nNearest valid: 0, 1, 2, 3"),
     ("tied", {"zero": 5}, "zero=5 is not a level.\nNearest valid: 3"),
     ("tied", {"layer_counts": 4}, "layer_counts=4 is not a sequence of numbers."),
@@ -325,14 +326,14 @@ OPTIONS = [
     ("tied", {"compute_dtype": "bf17"},
      "compute_dtype='bf17' is not a dtype.\nNearest valid: 'bfloat16'"),
     ("tied", {"compute_dtype": "int8"}, "compute_dtype='int8' is not floating point"),
-    ("tied", {"compute_dtype": "float32"}, "compute_dtype='float32' is as wide as the layers'"),
+    ("tied", {"compute_dtype": "float32"}, "compute_dtype='float32' is not narrower than the"),
     ("tied", {"full_precision": "*bias*"}, "full_precision needs compute_dtype or fp8"),
     ("tied", {"compute_dtype": "float8_e5m2"}, "'float8_e5m2' needs scales: choose the weights"),
     ("tied", {"fp8": "*kernel"}, "fp8: '*kernel' is the path of no parameter.\nPaths: layers/"),
     ("tied", {"fp8": "*up", "full_precision": "*"}, "fp8='*up' chooses no weight."),
     ("uneven", {"fp8": "*kernel"}, "fp8='*kernel' needs layers that are alike"),
     ("places", {"fp8": "*up", "weights": "stacked", "num_layers": 8},
-     "fp8='*up' needs arrays for every layer where layers differ, and not weights='stacked'.\n"
+     "fp8='*up' cannot be combined with weights='stacked' if layers differ.\n"
      "Nearest valid: weights='unrolled'."),
     ("places", {"compute_dtype": "bfloat16", "full_precision": "*3/gain", "num_layers": 8},
      "full_precision='*3/gain' needs layers that are alike, or alike at each place of all chunks: "
@@ -364,7 +365,7 @@ BATCHES = [
      "microbatches x 1 data shards.\nNearest valid: 2."),
     ({"x": np.ones((3, 2)), "y": np.ones(3)},
      "batch['x'] has 3 rows, which cannot be split evenly into 2 microbatches x 1 data "
-     "shards.\nNearest valid: 2, 4. Or add rows of no weight: `pipe.pad_batch(batch)`."),
+     "shards.\nNearest valid: 2, 4. Or add masked rows: `pipe.pad_batch(batch)`."),
 ]
 # fmt: on
 

@@ -204,7 +204,7 @@ def test_a_limit_below_two_microbatches_is_predicted_too():
 def test_what_cannot_move_is_refused():
     with pytest.raises(ValueError, match=r"residuals=0.5 does not fit schedule '1f1b'(.|\n)*2.0"):
         pipeline(residuals=0.5)
-    with pytest.raises(ValueError, match=r"residuals=2.5 moves those of layers that are alike"):
+    with pytest.raises(ValueError, match=r"residuals=2.5 needs layers that are alike"):
         toys.pipeline("uneven", "1f1b", {"stage": 2}, microbatches=4, residuals=2.5)
     with pytest.raises(ValueError, match=r"residuals=-1 is not one of device, host, or a number"):
         pipeline(residuals=-1)

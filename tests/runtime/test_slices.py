@@ -221,7 +221,7 @@ MISFITS = [
     (4, {"layer": lambda w, x, batch, rng: x}, {}, "start"),
     (4, {"layer": lambda w, x, batch, rng, carry, start: x}, {}, "runs whole sequences"),
     (4, {"carry": lambda x, batch, k: jnp.zeros(3, int)}, {}, "only floating-point arrays"),
-    (4, {"carry": (_half, _half)}, {}, "must have one for each function of Model.layer"),
+    (4, {"carry": (_half, _half)}, {}, "Model.layer must be a tuple of the same length"),
     (4, {"stateful": True}, {}, "may have a carry or a state, not both"),
 ]
 # fmt: on

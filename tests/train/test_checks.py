@@ -116,7 +116,7 @@ SAID = {
     "pipeline.schedule: pipemare, pipeline.chunks: 2": "'pipemare': each of its stages holds 1",
     "asynchronous.discrepancy_decay: 1.0": "=1.0 must be at least 0 and below 1.",
     "pipeline.schedule: auto, pipeline.residuals: 0.5": "pipeline.residuals=0.5 does not fit sch",
-    "pipeline.partition: flop": "must be equal, flops, measured, or the layers",
+    "pipeline.partition: flop": "must be equal, flops, measured, or the number",
     "pipeline.partition: '2,3'": "must be 2 counts of at least 1",
     "pipeline.partition: '4,0'": "must be 2 counts of at least 1",
     "mesh.stage: 1000000000000": " x pipeline.microbatches=4 is more than a schedule can hold.",
