@@ -39,10 +39,10 @@ from benchmarks.published_systems import (
 from benchmarks.studies import common
 from jaxpipe.planning import devices
 from jaxpipe.planning.cost import Prediction, kernel_seconds
-from jaxpipe.planning.plans import PlacedPlan, Plan, who_computes_ends
-from jaxpipe.planning.search import fits, predicted
+from jaxpipe.planning.plans import NOTHING, Offload, Plan
+from jaxpipe.planning.search import Goal, search
 from jaxpipe.planning.sizes import ModelSizes
-from jaxpipe.runtime.zero import Zero
+from jaxpipe.schedule.problems import ArgumentError
 
 PAGE = FOLDER.parent / "docs" / "published.md"
 _MOST_COMPARED = 64
@@ -59,34 +59,22 @@ all others; each of the models counts the same, however many runs it has."""
 
 
 def own_prediction(run: Run, rates: Rates) -> Prediction:
-    """Predicts jaxpipe's program of the mesh: the fastest that fits, or else of the leanest.
+    """Predicts jaxpipe's program of the run's mesh and batch: the best plan of its planner, which
+    uses the host's memory only where nothing fits without."""
+    remats = ("full",) if run.remat == "full" else _REMATS
+    model, cluster = _model(run, (run.tensor,), remats, run.context), cluster_of(run, rates)
 
-    Rematerialization, who computes the ends, and ZeRO-2 in place of 1 may be chosen; schedule and
-    microbatches are those of the run, and so are chunks where the layers fill them. Where they do
-    not, fewer and larger ones differ less.
-    """
-    made = []
-    layers, most = run.shape.layers, min(run.chunks, run.shape.layers // run.stages)
-    fewest = most if layers % (run.stages * run.chunks) == 0 else min(2, most)
-    for remat in ("full",) if run.remat == "full" else _REMATS:
-        model = _model(run, (run.tensor,), (remat,), run.context)
-        (variant,) = model.variants
-        choices = itertools.product(
-            who_computes_ends(model, variant, run.stages),
-            (1, 2) if run.zero and run.data > 1 else (0,),
-            range(fewest, most + 1),
-        )
-        for ends, zero, chunks in choices:
-            plan = Plan(
-                stage=run.stages, data=run.data, context=run.context, tensor=run.tensor,
-                replica=1, schedule=run.schedule.replace("zb-2p", "zb-h2"), chunks=chunks,
-                microbatches=run.microbatches, rows=run.rows, remat=remat, zero=Zero(zero),
-                weight_slots=min(zero or 1, chunks), weights="unrolled", ends=ends,
-            )  # fmt: skip
-            made.append(predicted(PlacedPlan(plan, model, cluster_of(run, rates))))
-    least = min(one.device_bytes for one in made)
-    allowed = list(filter(fits, made)) or [m for m in made if m.device_bytes <= _NEAR * least]
-    return min(allowed, key=lambda one: one.step_seconds)
+    def best(on_host: Offload | None) -> Prediction:
+        goal = Goal(None, (run.batch,))
+        return search(model, [cluster], goal, on_host=on_host, allowed=on_its_mesh).best[0]
+
+    def on_its_mesh(plan: Plan) -> bool:
+        return (plan.stage, plan.data) == (run.stages, run.data)
+
+    try:
+        return best(NOTHING)
+    except ArgumentError:
+        return best(None)
 
 
 def _model(run: Run, tensors: Sequence[int], remats: Sequence[str], context: int) -> ModelSizes:
@@ -100,12 +88,11 @@ def _model(run: Run, tensors: Sequence[int], remats: Sequence[str], context: int
 
 
 _REMATS = "none", "dots", "full"
-_NEAR = 1.1
-"""Factor of the least memory up to which a program is among the leanest."""
 
 
 def own_seconds(prediction: Prediction) -> dict[str, float]:
-    """The parts of `system_seconds`, and copies into slots, out of them, and of weights."""
+    """The parts of `system_seconds`, and copies into slots, out of them, and of weights. What pairs
+    of layers hide is taken off the collectives."""
     placed, seconds = prediction.placed, prediction.seconds
     plan, cluster = placed.plan, placed.cluster
     passes = plan.microbatches * placed.model.num_layers / plan.stage
@@ -116,10 +103,11 @@ def own_seconds(prediction: Prediction) -> dict[str, float]:
         for one in layer
         for c in one.collectives
     )
+    rest = seconds["layers"] - passes * (kernels + collectives)
     return {
         "kernels": passes * kernels,
-        "collectives": passes * collectives,
-        "copies": seconds["layers"] - passes * (kernels + collectives),
+        "collectives": passes * collectives + min(0.0, rest),
+        "copies": max(0.0, rest),
         "waits": seconds["waits"] + seconds["head"],
         "data": seconds["transfers"] + seconds["update"],
     }
@@ -218,15 +206,15 @@ class Row(NamedTuple):
         more = {name: seconds - self.system.get(name, 0.0) for name, seconds in own.items()}
         causes = [name for name in sorted(more, key=lambda name: -more[name]) if more[name] > 0]
         ratio = sum(own.values()) / self.predicted
-        gigabytes = self.prediction.device_bytes / 1e9
-        words = [f"{name} {more[name]:.2g}" for name in causes[:_CAUSES]]
-        words += [] if fits(self.prediction) else [f"{gigabytes:.0f} GB"]
+        words = ", ".join(f"{name} {more[name]:.2g}" for name in causes[:_CAUSES])
+        host = f", {plan.on_host} on the host" if any(plan.on_host) else ""
         return cells | {
-            "jaxpipe": f"{sum(own.values()):.3g}, {plan.remat}"
-            + (f", ZeRO-{plan.zero}" if plan.zero else "")
-            + (f", v={plan.chunks}" if plan.chunks != self.run.chunks else ""),
+            "jaxpipe": f"{sum(own.values()):.3g}",
             "ratio": f"{ratio:.2f}",
-            "loses": ", ".join(words) if ratio > 1 else "",
+            "plan": f"{plan.schedule}, v={plan.chunks}, m={plan.microbatches}, {plan.remat}"
+            + (f", ZeRO-{plan.zero}" if plan.zero else "")
+            + host,
+            "loses": words if ratio > 1 else "",
         }
 
 
@@ -351,18 +339,16 @@ checksum of its name, before any prediction was made.
 
 """
 _OWN = """\
-jaxpipe's program runs its tick table in the run's precision, with cuDNN's attention and unrolled
-weights. Of the rematerialization policies and of ZeRO-1 and 2, it takes the fastest combination
-that is predicted to use at most 68 of 80 GB, or the leanest one if none fits. Each of its chunks
-holds at least one layer. If a system has chunks that hold only the embedding or the loss, jaxpipe
-may therefore run with fewer chunks per stage; the table then shows their number as v. "ratio" is
-the predicted step of jaxpipe divided by the predicted step of the system on the same mesh. If it is
-above 1, "loses" names the largest losses in seconds, and jaxpipe's memory if the program does not
-fit. The losses are kernels (XLA fuses less, or computes values again), collectives within layers,
-copies (of values into slots and out of them, and sums of gradients), waits (for other stages, for
-messages and for the head and, where v is shown, for larger chunks), and data (transfers over data
-shards, and the optimizer). For each model, precision, mesh and schedule on A100s and H100s, the
-table shows the run with the fewest GPUs.
+jaxpipe's program is the best plan that `jaxpipe plan` finds for the mesh, the batch and the
+precision of the run: any schedule, number of chunks v and of microbatches m, policy of
+rematerialization and level of ZeRO, with cuDNN's attention, within 68 of 80 GB. Arrays lie in the
+host's memory only where nothing fits without. "ratio" is the predicted step of jaxpipe divided by
+the predicted step of the system on the same mesh. If it is above 1, "loses" names the largest
+losses in seconds. The losses are kernels (XLA fuses less, or computes values again), collectives
+within layers, copies (of values into slots and out of them, and sums of gradients), waits (for
+other stages, for messages and for the head), and data (transfers over data shards, and the
+optimizer). For each model, precision, mesh and schedule on A100s and H100s, the table shows the run
+with the fewest GPUs.
 
 """
 _ENDING = """

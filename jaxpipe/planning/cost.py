@@ -574,11 +574,10 @@ def transfer(placed: PlacedPlan) -> LayerTransfer:
 
 
 def _among_copies(placed: PlacedPlan, size: float, part: float) -> float:
-    """Times the sum of data shards' gradients over replicas and context."""
+    """Times the sum of data shards' gradients over replicas."""
     plan = placed.plan
     own = MASTER_BYTES * (part if plan.zero.shards_state else size)
-    seconds = 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
-    return seconds + 2 * (plan.context - 1) / plan.context * own / placed.sharing_links[0]
+    return 2 * (plan.replica - 1) / plan.replica * own / placed.replica_link
 
 
 def chunk_costs(placed: PlacedPlan) -> Costs:

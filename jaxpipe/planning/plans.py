@@ -71,8 +71,13 @@ SCHEDULES: Mapping[str, Searched] = {
 """The others of the registry equal one of these at these costs, or are searched for a memory limit,
 which takes minutes."""
 
-_WITHOUT_STAGES = ("1f1b-fused", "breadth-first-fused")
-"""Schedules of one stage: accumulation with microbatches outside, or with layers outside."""
+_WITHOUT_STAGES = {
+    "1f1b-fused": (1,),
+    "interleaved-fused": (2, 4, 8, 16, 32),
+    "breadth-first-fused": (2, 4, 8, 16, 32, 64),
+}
+"""Schedules of one stage, and their chunks: all weights at once, those of a chunk gathered for
+every microbatch as in FSDP, or for all microbatches."""
 
 
 class Offload(NamedTuple):
@@ -171,7 +176,7 @@ class Plan(NamedTuple):
     @property
     def parts(self) -> int:
         """Number of parts into which ZeRO splits what it shards."""
-        return self.data // self.replica
+        return self.data // self.replica * self.context
 
     def level(self, asked: int) -> Zero:
         """The level of ZeRO that runs on this mesh where another may be asked for."""
@@ -232,7 +237,8 @@ class PlacedPlan:
 
     @cached_property
     def layer_part(self) -> float:
-        """A data shard's part of a layer: of experts, which are split already, a larger one."""
+        """The part of a layer that ZeRO leaves a device: of experts, which are split already, a
+        larger one."""
         expert_parameters = self.model.mean(self.variant, "expert_parameters").fixed
         split_already = (self.plan.expert - 1) * expert_parameters
         return (self.layer_parameters + split_already) / self.plan.parts
@@ -266,7 +272,7 @@ class PlacedPlan:
 
     @cached_property
     def stage_part(self) -> float:
-        """A data shard's part of the layers of a stage."""
+        """The part of the layers of a stage that ZeRO leaves a device."""
         return self.plan.chunks * self.layers_per_chunk * self.layer_part
 
     @cached_property
@@ -320,7 +326,7 @@ class PlacedPlan:
     @cached_property
     def _near(self) -> int:
         """Devices of one stage and replica."""
-        return self.plan.parts * self.plan.sharing
+        return self.plan.parts * self.plan.tensor
 
     @cached_property
     def _data_inside(self) -> bool:
@@ -343,8 +349,7 @@ class PlacedPlan:
     @cached_property
     def _data_span(self) -> int:
         """Devices in a row of the mesh among which the parts that ZeRO makes lie."""
-        own = self.plan.sharing * (1 if self._data_inside else self.plan.stage)
-        return own * self.plan.parts
+        return self._near * (1 if self._data_inside else self.plan.stage)
 
     @cached_property
     def data_link(self) -> float:
@@ -587,15 +592,15 @@ def _families(
             continue
         if searched.overlaps and context * tensor * expert == 1:
             continue
-        for chunks in searched.chunks:
-            if chunks > 1 and stage * data == 1:
+        for chunks in searched.chunks if stage > 1 else _WITHOUT_STAGES[name]:
+            if chunks > 1 and stage * data * context == 1:
                 continue  # chunks of one stage are for what moves over data
             if stage * chunks > model.num_layers:
                 excluded["layers"] += 1
                 continue
             allowed.setdefault((chunks, searched.overlaps), []).append(name)
     for ((chunks, _), names), replica in itertools.product(allowed.items(), replicas):
-        levels = [Zero.NOTHING] if data == 1 else list(Zero)
+        levels = [Zero.NOTHING] if data * context == 1 else list(Zero)
         zeros = levels if replica == 1 else levels[1:]
         alike = _alike_by_place(model.kind_of, stage, chunks)
         if not alike and model.quantizes:

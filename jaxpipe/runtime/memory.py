@@ -223,7 +223,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         schedule=schedule,
         mesh=pipe.mesh,
         stage_axis=pipe.axes.stage,
-        data_axes=pipe.axes.split,
+        data_axes=[name for name in pipe.axes.data if name not in pipe.axes.replica],
         replica_axes=pipe.axes.replica,
         states=pipe.canonical_states,
         **vars(options),

@@ -33,6 +33,7 @@ class Axes:
       replica: those of `data` along which nothing is sharded: devices hold the same parts.
       model: axes whose devices share the work of a layer as the model's functions say, such as
         those of tensor parallelism.
+      alike: those of `model` whose devices hold the same parameters, such as a context axis.
 
     Example:
       >>> axes = Axes("pp", ("dp", "fsdp"), replica=("dp",))
@@ -44,6 +45,7 @@ class Axes:
     data: tuple[str, ...] = ("data",)
     replica: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -53,25 +55,31 @@ class Axes:
         data: Sequence[str] | None,
         replica: Sequence[str] | None,
         model: Sequence[str],
+        splitting: Collection[str],
     ) -> Axes:
         """Axes by name, with those of replicas the outermost.
 
         None is "replica", if it is there, and "data" with "expert", if that is there.
+
+        Args:
+          splitting: axes that split the model's parameters.
         """
         own: set[str] = set(mesh.axis_names if isinstance(mesh, Mesh) else ())
         if data is None:
             data = ("data", *sorted(own & {"expert"} - {*_names(model), stage}))
         if replica is None:
             replica = sorted(own & {"replica"} - {*_names(data), stage})
-        return cls(stage, (*_names(replica), *_names(data)), _names(replica), _names(model))
+        alike = tuple(name for name in _names(model) if name not in splitting)
+        return cls(stage, (*_names(replica), *_names(data)), _names(replica), _names(model), alike)
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The data axes over which arrays are sharded."""
-        return tuple(name for name in self.data if name not in self.replica)
+        """The axes over which ZeRO shards arrays: those of the data, and model axes whose devices
+        hold the same parameters."""
+        return tuple(name for name in (*self.data, *self.alike) if name not in self.replica)
 
     def sharding(self, apart: Collection[str]) -> tuple[str, ...]:
-        """The data axes that shard arrays which are already split over the axes ``apart``."""
+        """Those of `split` that shard arrays which are already split over the axes ``apart``."""
         return tuple(name for name in self.split if name not in apart)
 
     @property

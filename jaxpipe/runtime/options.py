@@ -51,8 +51,8 @@ class Options:
       remat: the residuals that a layer keeps: all ("none"), the outputs of weight matmuls and of
         fused attention ("dots"), or only its input ("full"). "auto" is "dots" on GPUs, which
         recompute the rest faster than they move it, and otherwise "none".
-      zero: the arrays sharded over data: none (0), optimizer state (1), also gradients (2), also
-        weights (3).
+      zero: the arrays sharded over data, and over model axes that split no parameter, such as
+        context: none (0), optimizer state (1), also gradients (2), also weights (3).
       weights: the layout of a stage's weights. "stacked" is one array per parameter, for any
         depth; layers that differ share flat arrays. "unrolled" is one array per layer, which saves
         GPUs copies of weights and residuals. It needs layers that are alike, or alike at each place

@@ -17,6 +17,7 @@ from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.placing import Placing
+from jaxpipe.runtime.layout.splits import splitting
 from jaxpipe.runtime.layout.whole_model import FROZEN, trained_part
 from jaxpipe.runtime.mesh import Axes, leave_compilation_cache, with_auto_axes
 from jaxpipe.runtime.options import Arguments, Options
@@ -120,7 +121,8 @@ class Pipeline(Assembly):
         states: States = None,
         **options: Unpack[Arguments],
     ) -> None:
-        axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()))
+        apart = splitting(getattr(model, "axis_split", None))
+        axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()), apart)
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)
         given = Options(**cast(Any, options))  # of any type: checks.arguments says what is wrong
         problems = checks.arguments(

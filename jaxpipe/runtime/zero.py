@@ -46,7 +46,8 @@ class Zero(enum.IntEnum):
         """The level that runs where this one is asked for: none if there is nothing to divide.
 
         Args:
-          parts: data shards among which arrays are divided: without replicas, which hold the same.
+          parts: devices among which arrays are divided: data shards without replicas, and those
+            along model axes that split no parameter.
 
         Example:
           >>> int(Zero(3).over(4)), int(Zero(3).over(1))

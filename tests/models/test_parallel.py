@@ -127,7 +127,7 @@ FEW = {
     # Devices share the one key head.
     "cohere": Case(
         dataclasses.replace(COHERE, num_layers=2, num_kv_heads=1, qkv_bias=True),
-        *("1f1b-fused", CONTEXT[1]),
+        *("1f1b-fused", CONTEXT[1], 3),
     ),
     # Layers and the head communicate among the same devices in one tick.
     "bert": Case(dataclasses.replace(BERT, num_layers=2, dropout=0.0), "zb-h2", TENSOR[1], 1),

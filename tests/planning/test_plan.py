@@ -97,7 +97,7 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model, count):
         share = search._least([one.placed], goal).time / one.measures.time
         assert share <= 1 + 1e-9
         if cost.doubt_of_hosts(one.placed):
-            assert share > 0.64  # 0.62 at most without the doubt
+            assert share > 0.62  # 0.61 at most without the doubt
         shares.append(share)
     assert max(shares) > 0.945  # on 128 devices, stragglers make 2% of it
 

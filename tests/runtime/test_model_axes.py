@@ -264,25 +264,34 @@ def weighted(*, split: bool) -> jaxpipe.Model:
 
     return jaxpipe.Model(
         embed=lambda outer, batch, rng: part(batch["x"]),
-        layer=lambda w, x, batch, rng: x + jnp.tanh(w * x),
+        layer=lambda w, x, batch, rng: x + jnp.tanh(w.sum() * x),
         head_loss=head_loss,
         axes=("context",) if split else (),
     )
 
 
 def test_weights_and_sums_are_those_of_all_tokens():
+    """Devices along an axis that splits no parameter divide all of them, as data shards do."""
     draw = functools.partial(jax.random.normal, shape=(8, 4))
     batch = {name: draw(jax.random.key(n)) for n, name in enumerate("xy")}
     batch["mask"] = (draw(jax.random.key(2)) > 0.5).astype(jnp.float32)
-    assert_matches_unpipelined(
+    layers = jnp.array([[0.5, -0.1, 0.2, 0.3], [-1.5, 0.4, 0.1, -0.2]])
+    params = {"embed": {}, "layers": layers, "head": {}}
+    (pipe,) = assert_matches_unpipelined(
         weighted(split=True),
-        {"embed": {}, "layers": jnp.array([0.5, -1.5]), "head": {}},
+        params,
         batch,
         schedules=["1f1b"],
         meshes=[jaxpipe.make_mesh(stage=2, data=2, context=2)],
         microbatches=2,
         reference=functools.partial(jaxpipe.unpipelined.loss, weighted(split=False)),
+        zero=3,
     )
+
+    placed = pipe.place(params)
+    (kept,) = jax.tree.leaves(placed)
+    assert kept.addressable_shards[0].data.size == 1
+    chex.assert_trees_all_equal(pipe.unplace(placed), params)
 
 
 def test_too_many_devices_and_asynchronous_pipelines_are_refused():

@@ -77,7 +77,7 @@ def _scatter(value: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
 def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: Zero) -> Gradients:
     """Sums over data shards, and over the devices along model axes where these hold the same array.
 
-    Each data shard keeps its own part from ZeRO-1 on.
+    Each keeps its own part from ZeRO-1 on.
     """
 
     def reduce(leaf: Leaf, value: jax.Array) -> jax.Array:

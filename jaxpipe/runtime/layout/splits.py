@@ -71,6 +71,13 @@ class Splits:
         return dataclasses.replace(whole, data_dim=dims[0] if dims and parts > 1 else None)
 
 
+def splitting(axis_split: Tree) -> set[str]:
+    """Collects the names of the axes that split any array; what is no spec, `problems` refuses."""
+    specs = filter(None, jax.tree.leaves(axis_split, is_leaf=_is_spec))
+    entries = (_spec(spec) for spec in specs if _is_spec(spec))
+    return {name for spec in entries for entry in spec for name in _names(entry)}
+
+
 def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Splits:
     """Reads the splits of canonical parameters; paths of layers that are alike are one layer's."""
     splits = {}
