@@ -142,7 +142,7 @@ def of_schedules(
     count = stages * on.data * on.context * on.tensor
     attained = cluster(find(on.device), count, link=on.link)
     devices = dataclasses.replace(attained, exposed=on.exposed)
-    zero = Zero(on.zero).over(on.data // on.replica)
+    zero = Zero(on.zero).over(on.data // on.replica * on.context)
     few = model.num_layers <= UNROLLED_LAYERS * stages
     shape: dict[str, Any] = {
         "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
