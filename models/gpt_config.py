@@ -507,7 +507,7 @@ class GPTConfig(validation.Validated):
                 "expert_groups", self.expert_groups, "num_experts", self.num_experts
             )
         choice = self.groups_per_token * (self.num_experts // self.expert_groups)
-        if self.experts_per_token > choice:
+        if choice < self.experts_per_token <= self.num_experts:
             rule = "must be at most the experts of $groups_per_token groups"
             others = {"groups_per_token": self.groups_per_token}
             yield Problem("experts_per_token", self.experts_per_token, rule, (choice,), others)

@@ -6,7 +6,7 @@ import copy
 import difflib
 import re
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,16 @@ def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure
     except pydantic.ValidationError as error:
         problems = error.errors()
     # A value that may be of several types has a problem with each of them.
-    places = {_place(raw, problem["loc"]): problem for problem in reversed(problems)}
+    places: dict[tuple[int | str, ...], list[Any]] = {}
+    for problem in problems:
+        places.setdefault(_place(raw, problem["loc"]), []).append(problem)
     cleaned = copy.deepcopy(raw)
     for place in places:
         remove(cleaned, place)
     if ("task",) in places:
         cleaned.pop("model", None)  # whose fields these are is unknown
     config = Config.model_validate(cleaned)
-    explained = (_explain(problem, place, config, source) for place, problem in places.items())
-    return config, tuple(reversed([*explained]))
+    return config, tuple(_explain(found, place, config, source) for place, found in places.items())
 
 
 def _place(raw: Any, keys: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -91,12 +92,12 @@ _RULES = {
 }
 
 
-def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source: str) -> Failure:
+def _explain(
+    problems: Sequence[Any], place: tuple[int | str, ...], config: Config, source: str
+) -> Failure:
+    problem = problems[0]
     path, value = ".".join(shortened(str(key)) for key in place), problem["input"]
     value = "null" if value is None else shown(value)
-    if place != problem["loc"]:
-        rule = "must be a number, text, true, false or null"
-        return Failure(f"{path}={value} in {source}: {rule}.", (path,))
     if problem["type"] == "extra_forbidden":
         known = [*Config.model_fields, *config.flat()]
         # The whole path is compared, so that a field in the wrong section is found as well.
@@ -105,13 +106,20 @@ def _explain(problem: Any, place: tuple[int | str, ...], config: Config, source:
         ]
         nearest = f" Nearest valid: {', '.join(near)}." if near else ""
         return Failure(f"{path} in {source} is not a field.{nearest}", (path,))
-    rule = _RULES.get(problem["type"], problem["msg"][:1].lower() + problem["msg"][1:])
-    if problem["type"] == "literal_error":
-        rule = f"must be one of {problem['ctx']['expected']}"
-        words = re.findall(r"'([^']+)'", rule)
+    first, *others = dict.fromkeys(map(_rule, problems))
+    rule = ", or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    if words := re.findall(r"'([^']+)'", rule):
         near = difflib.get_close_matches(value, words, n=1, cutoff=0.0)
         rule += f". Nearest valid: {near[0]}" if near else ""
     return Failure(f"{path}={value} in {source}: {rule}.", (path,))
+
+
+def _rule(problem: Any) -> str:
+    if problem["type"] == "literal_error":
+        return f"must be one of {problem['ctx']['expected']}"
+    if problem["type"] == "string_type" and isinstance(problem["input"], list):
+        return f'must be text, such as "{",".join(map(str, problem["input"]))}"'
+    return _RULES.get(problem["type"], problem["msg"][:1].lower() + problem["msg"][1:])
 
 
 _LONGEST = 100_000

@@ -18,7 +18,7 @@ from jaxpipe.runtime.layers.model import Model, misfits
 from jaxpipe.runtime.layout import splits
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.options import Options, is_wider
+from jaxpipe.runtime.options import Options, is_number, is_wider
 from jaxpipe.runtime.trees import (
     describe,
     describe_leaf,
@@ -319,8 +319,8 @@ def _layer_numbers(
                 "or give layer_counts with 0 for those that stay empty."
             )
         return
-    if isinstance(layer_counts, str) or not hasattr(layer_counts, "__len__"):
-        yield Problem("layer_counts", layer_counts, "is not a sequence of numbers")
+    if not (is_sequence(layer_counts) and all(map(is_number, layer_counts))):
+        yield Problem("layer_counts", layer_counts, "is not a list or tuple of whole numbers")
     elif len(layer_counts) != virtual_stages or sum(layer_counts) != depth or min(layer_counts) < 0:
         rule = (
             f"must be {virtual_stages} numbers, one per virtual stage of schedule "

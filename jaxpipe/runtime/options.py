@@ -92,7 +92,7 @@ class Options:
         if self.remat not in ("auto", *REMAT_POLICIES):
             rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
             yield Problem("remat", self.remat, rule)
-        if not _is_number(self.zero):
+        if not is_number(self.zero):
             yield Problem("zero", self.zero, "is not a level", (0, 1, 2, 3))
         elif self.zero not in (0, 1, 2, 3):
             yield Problem("zero", self.zero, "is not a level", (min(max(self.zero, 0), 3),))
@@ -100,7 +100,7 @@ class Options:
             rule = f"is not a layout; choose one of auto, {', '.join(LAYOUTS)}"
             yield Problem("weights", self.weights, rule)
         slots = self.weight_slots
-        if slots is not None and (not _is_number(slots) or slots < 1):
+        if slots is not None and (not is_number(slots) or slots < 1):
             yield Problem("weight_slots", slots, "must be a whole number of at least 1", (1,))
         kept = not isinstance(self.residuals, (str, bool)) and self.residuals
         if not (kept and kept > 0) and self.residuals not in ("device", "host"):
@@ -202,7 +202,7 @@ class Arguments(TypedDict, total=False):
     poison: bool
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a whole number; True, which equals 1, is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 

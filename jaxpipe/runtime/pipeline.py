@@ -316,10 +316,10 @@ class Pipeline(Assembly):
         Args:
           optimizer: an optax transformation.
           update: "step" updates after the backward. "chunk" updates each chunk of layers as soon as
-            its gradient is complete, and needs no memory for all gradients. For "chunk", the
-            schedule must finish one chunk before the next, as "modular", "breadth-first" and any
-            schedule with one chunk per stage do (or ``weight_slots`` must cover all chunks), and
-            the optimizer must update every layer independently.
+            its gradient is complete, and needs no memory for all gradients. For "chunk", weights
+            must be "stacked", the schedule must finish one chunk before the next, as "modular",
+            "breadth-first" and any schedule with one chunk per stage do (or ``weight_slots`` must
+            cover all chunks), and the optimizer must update every layer independently.
 
         Returns:
           A function that returns the first result of `value_and_grad`, the new parameters and the

@@ -321,7 +321,8 @@ OPTIONS = [
     ("tied", {"weight_slots": True}, "weight_slots=True must be a whole number"),
     ("tied", {"zero": True}, "zero=True is not a level.\nNearest valid: 0, 1, 2, 3"),
     ("tied", {"zero": 5}, "zero=5 is not a level.\nNearest valid: 3"),
-    ("tied", {"layer_counts": 4}, "layer_counts=4 is not a sequence of numbers."),
+    *(("tied", {"layer_counts": counts}, "is not a list or tuple of whole numbers.")
+      for counts in (4, (2.0, 2.0), ["2", "2"], np.array([2, 2]))),
     # The dtype that layers compute in.
     ("tied", {"compute_dtype": "bf17"},
      "compute_dtype='bf17' is not a dtype.\nNearest valid: 'bfloat16'"),

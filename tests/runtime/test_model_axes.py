@@ -119,7 +119,8 @@ MISFITS = [
      "would compute the same on all 2 devices along 'tensor'"),
     (SIZES, {"axis_split": {"layers": split_toy.LAYERS | {"up": P(None, "rows")}}},
      "split over 'rows', which is none of Model.axes=('tensor',)"),
-    (SIZES, {"axis_split": {"layers": {}}}, "Model.axis_split must be a tree like params"),
+    (SIZES, {"axis_split": {"layers": {}}}, "Model.axis_split must be a dictionary like params"),
+    (SIZES, {"axis_split": P()}, "not a dictionary"),
 ]
 # fmt: on
 

@@ -88,7 +88,16 @@ def test_numbers_as_people_write_them_and_sections_that_are_merged(tmp_path):
         ("optimizer: {peak_lr: fast}", "optimizer.peak_lr='fast' in {path}: must be a number."),
         ("model: {tied: 1}", "model.tied=1 in {path}: must be true or false."),
         ("run_dir: 5", "run_dir=5 in {path}: must be text."),
-        ("task: [gpt]\nmodel: {depth: 3}", "task=['gpt'] in {path}: must be text."),
+        ("task: [gpt]\nmodel: {depth: 3}", "task=['gpt'] in {path}: must be text,"),
+        (
+            "pipeline: {partition: [3, 2]}",
+            'pipeline.partition=[3, 2] in {path}: must be text, such as "3,2".',
+        ),
+        (
+            "pipeline: {residuals: disk}",
+            "pipeline.residuals='disk' in {path}: must be one of 'device' or 'host', or a number. "
+            "Nearest valid: device.",
+        ),
         ("task: gtp\nmodel: {depth: 3}", "or module:Class of your own. Nearest valid: gpt."),
         ("task: mesh\nmesh: {stage: 2}", "task='mesh' in {path}: must be one of 'bert', 'gpt', "),
         (

@@ -76,10 +76,11 @@ class Model:
         microbatch. The functions use collectives with these names, as far as the table above
         allows. Every device along them returns a loss (the step's loss is their mean) and its
         activation, whole or a part. Keys are equal along them.
-      axis_split: the split of parameters over these axes or the data axes: a tree like params, or a
-        prefix of it, whose leaves are None, a `jax.sharding.PartitionSpec` (of one layer, if layers
-        are alike), or a `jaxpipe.Joined` of one. Functions see a device's part. A dimension that
-        stages also split need not divide. None splits nothing.
+      axis_split: the split of parameters over these axes or the data axes: a dictionary like
+        params, or a prefix of it below the first keys, whose leaves are None, a
+        `jax.sharding.PartitionSpec` (of one layer, if layers are alike), or a `jaxpipe.Joined` of
+        one. Functions see a device's part. A dimension that stages also split need not divide. None
+        splits nothing.
       stateful: layers also take a state and return a new one, ``layer(layer_params, x, microbatch,
         rng, state) -> (x, state)``. States are running statistics, which are not differentiated.
         `Pipeline` then takes and returns a tuple of states, one tree per layer. Devices along

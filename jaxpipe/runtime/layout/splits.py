@@ -108,9 +108,9 @@ def problems(model: Model, params: Params, mesh: Mesh, axes: Axes) -> Iterator[s
         specs = dict(_specs(model.axis_split, params))
     except (KeyError, TypeError, ValueError) as error:
         yield (
-            "Model.axis_split must be a tree like params, or a prefix of it, whose leaves are None "
-            f"or the jax.sharding.PartitionSpec of an array, of one layer where layers are alike: "
-            f"{error}"
+            "Model.axis_split must be a dictionary like params, or a prefix of it below the first "
+            "keys, whose leaves are None or the jax.sharding.PartitionSpec of an array, of one "
+            f"layer where layers are alike: {error}"
         )
         return
     of_stages = dict(jax.tree.leaves_with_path(model.stage_split))
@@ -172,6 +172,8 @@ def _misfits(
 
 
 def _specs(axis_split: Tree, params: Params) -> Iterator[tuple[Path, P | Joined]]:
+    if not isinstance(axis_split, dict | None):
+        raise TypeError(f"it is a {type(axis_split).__name__}, not a dictionary")
     for part, prefix in (axis_split or {}).items():
         spread = jax.tree.map(
             lambda spec, tree: jax.tree.map(lambda _: spec, tree),
