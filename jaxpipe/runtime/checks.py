@@ -89,15 +89,15 @@ def _places(
     """Yields options that need layers which are alike, or alike at each place of all chunks."""
     if model.layers_are_alike or not (names := options.of_places):
         return
-    misplaced, defaults = options.misplaced(model, params, schedule), Options()
+    misplaced = options.misplaced(model, params, schedule)
     for name in names:
-        value, nearest = getattr(options, name), {name: getattr(defaults, name)}
+        value = getattr(options, name)
         if misplaced is not None:
             rule = (
                 "needs layers that are alike, or alike at each place of all chunks: layers {} and "
                 "{}, at the same place, differ in function or parameters"
             )
-            nearest = {name: "stacked"} if name == "weights" else nearest
+            nearest = {"weights": "stacked"} if name == "weights" else (None,)
             yield Problem(name, value, rule.format(*misplaced), nearest)
         elif options.weights == "stacked":
             rule = "cannot be combined with $weights if layers differ"

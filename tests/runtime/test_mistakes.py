@@ -338,7 +338,8 @@ OPTIONS = [
      "Nearest valid: weights='unrolled'."),
     ("places", {"compute_dtype": "bfloat16", "full_precision": "*3/gain", "num_layers": 8},
      "full_precision='*3/gain' needs layers that are alike, or alike at each place of all chunks: "
-     "layers 3 and 7, at the same place"),
+     "layers 3 and 7, at the same place, differ in function or parameters.\n"
+     "Leave full_precision out."),
     ("tied", {"compute_dtype": "bfloat16", "full_precision": "*norm*"},
      "full_precision: '*norm*' is the path of no parameter"),
     # What is trained.
