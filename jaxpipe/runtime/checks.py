@@ -95,7 +95,8 @@ def _places(
         if misplaced is not None:
             rule = (
                 "needs layers that are alike, or alike at each place of all chunks: layers {} and "
-                "{}, at the same place, differ in function or parameters"
+                "{}, at the same place, differ in function or parameters, or in which of these are "
+                "trained, rounded or split"
             )
             nearest = {"weights": "stacked"} if name == "weights" else (None,)
             yield Problem(name, value, rule.format(*misplaced), nearest)

@@ -312,7 +312,8 @@ OPTIONS = [
     ("tied", {"weights": "rows"}, "weights='rows' is not a layout; choose one of auto, stacked"),
     ("uneven", {"weights": "unrolled"},
      "weights='unrolled' needs layers that are alike, or alike at each place of all chunks: layers "
-     "0 and 4, at the same place, differ in function or parameters.\nNearest valid: weights="),
+     "0 and 4, at the same place, differ in function or parameters, or in which of these are "
+     "trained, rounded or split.\nNearest valid: weights="),
     ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
     ("tied", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
     ("tied", {"zero": 3, "weight_slots": 0},
@@ -338,8 +339,8 @@ OPTIONS = [
      "Nearest valid: weights='unrolled'."),
     ("places", {"compute_dtype": "bfloat16", "full_precision": "*3/gain", "num_layers": 8},
      "full_precision='*3/gain' needs layers that are alike, or alike at each place of all chunks: "
-     "layers 3 and 7, at the same place, differ in function or parameters.\n"
-     "Leave full_precision out."),
+     "layers 3 and 7, at the same place, differ in function or parameters, or in which of these "
+     "are trained, rounded or split.\nLeave full_precision out."),
     ("tied", {"compute_dtype": "bfloat16", "full_precision": "*norm*"},
      "full_precision: '*norm*' is the path of no parameter"),
     # What is trained.
