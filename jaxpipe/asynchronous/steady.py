@@ -62,7 +62,7 @@ class SteadyState:
     ============  =====================================================================
     bubble        1 - mean / largest cost of a stage, 0 if all are alike; a fill of 2P-1 ticks once
     in flight     2(P-d) microbatches on stage d
-    delay         ceil((2(P-d)-1-j)/N) updates, forward of a minibatch's microbatch j
+    delay         ceil((2(P-d)-1-j)/N) updates, forward of a minibatch's microbatch j; 2bw: 1
     constraints   P >= 1, N >= 1, v = 1; 2bw: N >= 2P-1
     ============  =====================================================================
 
