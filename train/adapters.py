@@ -124,7 +124,9 @@ def _patterns(config: Config) -> Iterator[Failure]:
     path, given = "train.trainable", config.train.trainable
     if given is None:
         return
-    leaves = _by_path(jax.eval_shape(tasks.make(config).init, jax.random.key(0)))
+    init = tasks.make(config).init
+    # A key outside of the trace would be an array, and devices could not be simulated any more.
+    leaves = _by_path(jax.eval_shape(lambda: init(jax.random.key(0))))
     if not given and not config.lora.rank:
         yield Failure(f"{path}=[] trains nothing. Nearest valid: null, for all.", (path,))
     for pattern in given:
