@@ -11,11 +11,11 @@ A tick takes at least the time of a late message, which a short action does not 
 share the tick of the F or B before it, of the same chunk, whose result then leaves after both.
 """
 
-import bisect
 import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, may_share_tick
 from jaxpipe.schedule.check import Results
@@ -36,14 +36,13 @@ _ROUNDING = 1e-9
 
 
 def soonest_on_devices(
-    schedules: Iterable[Schedule], costs: Costs | Sequence[Costs], *, trials: int = 0
+    schedules: Iterable[Schedule], costs: Costs | Sequence[Costs]
 ) -> tuple[Schedule, float]:
     """Paces orders of one placement, and finds the one that ends first on the device clock.
 
     Args:
       schedules: at least one; the first of those that end at the same time wins.
       costs: costs of one chunk; or, if chunks differ, of every virtual stage.
-      trials: how often ticks are moved at most to shorten what each schedule waits.
 
     Returns:
       The schedule, with its ticks, and when it ends; infinity if all are too long to be timed.
@@ -55,13 +54,12 @@ def soonest_on_devices(
             best = best or schedule
             continue
         paces = [
-            (units.run(pace)[0], max(pace), units, pace)
+            (replayed(units, pace).end, max(pace), units, pace)
             for units in (alone, *alone.sharing(costs))
             for pace in units.paces()
         ]
         enough = min(end for end, *_ in paces) * (1 + _WORTH)
         end, _, units, pace = min((one for one in paces if one[0] <= enough), key=lambda o: o[1])
-        end, pace = units.waiting_less(pace, trials)
         if best is None or end < ends * (1 - _ROUNDING):
             best, ends = units.in_ticks(pace), end
     assert best is not None, "there is a schedule"
@@ -73,6 +71,64 @@ def of_ticks(costs: Costs) -> Costs:
     message that travels under it."""
     f, b, w = (max(cost, costs.message) for cost in (costs.f, costs.b, costs.w))
     return dataclasses.replace(costs, f=f, b=b, w=w)
+
+
+class Work(Protocol):
+    """Actions or units by number, and what the device clock needs to know of them.
+
+    Attributes:
+      senders: those of other stages that send them what they read.
+      message: time that a message takes.
+      rendezvous: as in `Costs`.
+    """
+
+    stages: list[int]
+    durations: list[float]
+    senders: list[list[int]]
+    message: float
+    rendezvous: bool
+
+
+class Replay(NamedTuple):
+    """A run on the device clock.
+
+    Args:
+      done: when each stage is done.
+      times: when each stage starts each tick, when its actions are done, and when it also has the
+        late messages, by tick.
+      prompt: pairs of stages between which messages end each tick.
+      late: pairs of stages that have late messages.
+    """
+
+    done: list[float]
+    times: list[tuple[list[float], list[float], list[float]]]
+    prompt: list[set[tuple[int, int]]]
+    late: set[tuple[int, int]]
+
+    @property
+    def end(self) -> float:
+        return max(self.done)
+
+
+def replayed(work: Work, ticks: Sequence[int]) -> Replay:
+    """Runs work in these ticks on the device clock, as `jaxpipe.schedule.device_clock.replay`
+    does."""
+    stages, durations, senders, waits = work.stages, work.durations, work.senders, work.rendezvous
+    now, times = [0.0] * (max(stages) + 1), []
+    rows = [now.copy() for _ in range(max(ticks) + 1)]
+    prompt: list[set[tuple[int, int]]] = [set() for _ in rows]
+    late: set[tuple[int, int]] = set()
+    for number, tick in enumerate(ticks):
+        rows[tick][stages[number]] += durations[number]
+        for sender in senders[number]:
+            pairs = prompt[tick - 1] if ticks[sender] == tick - 1 else late
+            pairs.add((stages[sender], stages[number]))
+    for row, pairs in zip(rows, prompt, strict=True):
+        ends = [*map(operator.add, now, row)]
+        come = received(ends, now, late, work.message, rendezvous=waits)
+        times.append((now, ends, come))
+        now = received(come, come, pairs, work.message, rendezvous=waits) if pairs else come
+    return Replay(now, times, prompt, late)
 
 
 class _Units:
@@ -172,65 +228,6 @@ class _Units:
     def _by_end(self) -> list[int]:
         keys = [*zip(self.ends, self.given, strict=True)]
         return sorted(range(len(keys)), key=keys.__getitem__)
-
-    def run(self, pace: Sequence[int]) -> tuple[float, list[tuple[int, int]]]:
-        """Computes when all is done on the device clock, as `jaxpipe.schedule.device_clock.replay`
-        does, and the late messages that the longest chain waits for: senders and ticks."""
-        work: list[list[tuple[int, float]]] = [[] for _ in range(max(pace) + 1)]
-        prompt: list[set[tuple[int, int]]] = [set() for _ in work]
-        late: set[tuple[int, int]] = set()
-        for number, (tick, stage) in enumerate(zip(pace, self.stages, strict=True)):
-            work[tick].append((stage, self.durations[number]))
-            for sender in self.senders[number]:
-                pairs = prompt[tick - 1] if pace[sender] == tick - 1 else late
-                pairs.add((self.stages[sender], stage))
-        now, waits = [0.0] * self.schedule.num_stages, self.rendezvous
-        times = list[tuple[list[float], list[float], list[float]]]()
-        for units, pairs in zip(work, prompt, strict=True):
-            ends = now.copy()
-            for stage, duration in units:
-                ends[stage] += duration
-            come = received(ends, now, late, self.message, rendezvous=waits)
-            times.append((now, ends, come))
-            now = received(come, come, pairs, self.message, rendezvous=waits)
-
-        def awaited(stage: int, pairs: set[tuple[int, int]], come: Sequence[float]) -> int:
-            both = (one for pair in pairs if stage in pair for one in pair)
-            senders = (sender for sender, to in pairs if to == stage)
-            return max(both if waits else senders, key=come.__getitem__)
-
-        end, after, senders = max(now), now, list[tuple[int, int]]()
-        stage = now.index(end)
-        for tick in reversed(range(len(times))):
-            starts, ends, come = times[tick]
-            if after[stage] > come[stage]:
-                stage = awaited(stage, prompt[tick], come)
-            if come[stage] > ends[stage]:
-                stage = awaited(stage, late, starts)
-                senders.append((stage, tick))
-            after = starts
-        return end, senders
-
-    def waiting_less(self, pace: list[int], trials: int) -> tuple[float, list[int]]:
-        """Looks for a pace that ends sooner, in so many trials: the last unit before a late message
-        that the longest chain waits for moves to the tick that brings the message. Takes the best
-        of these moves even if nothing ends sooner, and no pace twice."""
-        end, senders = self.run(pace)
-        best, seen = (end, pace), {tuple(pace)}
-        while senders and len(seen) <= trials:
-            places, tried = [*zip(self.stages, pace, strict=True)], []
-            for stage, tick in senders:
-                number = bisect.bisect_left(places, (stage, tick)) - 1
-                later = self._ticks([*pace[:number], tick, *pace[number + 1 :]], travel=1)
-                if self.stages[number] == stage and tuple(later) not in seen:
-                    seen.add(tuple(later))
-                    tried.append((*self.run(later), later))
-            if not tried:
-                break
-            end, senders, pace = min(tried, key=operator.itemgetter(0))
-            if end < best[0] * (1 - _WORTH):
-                best = end, pace
-        return best
 
     def in_ticks(self, pace: Sequence[int]) -> Schedule:
         """Returns the schedule in these ticks."""

@@ -18,11 +18,13 @@ from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.generators.events import Rule, dispatch
 from jaxpipe.schedule.generators.v_schedules import v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.pacing import soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.auto import PlacedModel, auto, find_soonest, lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import improve, search_orders
+from jaxpipe.schedule.search.tick_search import improve_on_devices
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 COSTS = Costs(1, 1.2, 0.8)
@@ -140,6 +142,31 @@ def test_any_rule_and_limit_gives_an_order_that_runs_and_can_be_improved(
     bound = lower_bound(placement, m, costs, cap=cap)
     ends = [simulate(schedule, costs).makespan for schedule in (better, first)]
     assert bound - 1e-9 <= ends[0] <= ends[1] + 1e-9
+    sooner, end = improve_on_devices(first, costs, cap=cap, bound=bound, seconds=0.02)
+    validate(sooner)
+    assert peak(sooner) <= cap
+    assert end == pytest.approx(device_clock(sooner, costs).makespan)
+    assert bound - 1e-9 <= end <= device_clock(first, costs).makespan * (1 + 1e-6)
+    lower(sooner, [1] * placement.num_virtual_stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "costs", "cap"),
+    [
+        ("zb-h2-published", 5, 3, Costs(2, 6, 3, 3), 3),
+        # Its backwards are fused.
+        ("1f1b-v-published", 2, 4, Costs(1, 3, 2, 2, rendezvous=True), 4),
+    ],
+)
+def test_other_orders_and_ticks_wait_less_for_messages(name, p, m, costs, cap):
+    schedule = catalog.build(name, stages=p, microbatches=m)
+    _, paced = soonest_on_devices([schedule], costs)
+    every = [costs] * schedule.placement.num_virtual_stages
+    found, end = improve_on_devices(schedule, every, cap=cap, bound=0, seconds=0.2)
+    validate(found)
+    assert peak(found) <= cap
+    assert end == pytest.approx(device_clock(found, costs).makespan)
+    assert end < paced
 
 
 # `auto`: every placement.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, refuse
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import search_orders
+from jaxpipe.schedule.search.tick_search import improve_on_devices
 from jaxpipe.schedule.simulate import UNIT, Costs, Timeline, makespan
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
@@ -47,17 +49,18 @@ _SEARCHED_CHUNKS = 2
 _SECONDS = 2.0
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
-_PUBLISHED, _PACED, _REPACED = 14.0, 40.0, 3.0
-_MOVED, _REORDER, _REORDER_V = 60.0, 250.0, 700.0
-"""Microseconds per action: to make and time a schedule, to pace it, to try another pace, to choose
-what waits on the host, to order it anew with `in_time`, and to order a V schedule or a wave
-anew."""
-_TRIALS_OF_PACES = 60
-"""Paces of an order from the search that are tried besides."""
+_PUBLISHED, _PACED = 8.0, 40.0
+_MOVED, _REORDER, _REORDER_V = 60.0, 250.0, 400.0
+"""Microseconds per action: to make and time a schedule, to pace it, to choose what waits on the
+host, to order it anew with `in_time`, and to order a V schedule or a wave anew."""
 _TRIALS = 40
 """Schedules that the search for a building block may time: about the price of a V schedule."""
-_ORDERING_SHARE = 0.5
+_ORDERING_SHARE = 0.4
 """Largest share of the time left that reordering the schedules of a placement may take."""
+_SEARCHING_SHARE = 0.5
+"""Share of the time left in which orders are searched on a placement."""
+_NUM_IMPROVED = 2
+"""Schedules whose orders and ticks are changed, in half of the rest; then the best of them."""
 _LEAST_SECONDS = 0.05
 """Orders are not searched in less time."""
 _GAIN = 0.005
@@ -192,6 +195,7 @@ class Search:
     ) -> None:
         self.microseconds = 1e6 * (_SECONDS if seconds is None else seconds)
         self._progress = progress
+        self._paced: list[tuple[float, PlacedModel, Schedule]] = []
 
     def say(self, what: str, model: PlacedModel) -> None:
         """Tells what is done next."""
@@ -211,14 +215,12 @@ class Search:
         *,
         price: float = _PUBLISHED,
         share: float = 1.0,
-        trials: int = 0,
     ) -> list[Schedule]:
         """Takes schedules of one placement that fit, as many as there is time for.
 
         Args:
           price: microseconds per action that making one takes.
           share: of the time left, what making all of them may take.
-          trials: paces that are tried besides, as for `soonest_on_devices`.
 
         Returns:
           Those that were made and fit.
@@ -241,11 +243,34 @@ class Search:
         for least, _, schedule in sorted(timed):
             if least >= self.makespan or (self.microseconds <= 0 and self.makespan < math.inf):
                 break
-            self.microseconds -= (_PACED + trials * _REPACED) * model.num_actions
-            paced, end = soonest_on_devices([schedule], model.costs, trials=trials)
-            if end < self.makespan:
-                self.schedule, self.model, self.makespan = paced, model, end
+            self.microseconds -= _PACED * model.num_actions
+            self._take(model, *soonest_on_devices([schedule], model.costs))
         return [schedule for *_, schedule in timed]
+
+    def improve(self) -> None:
+        """Changes orders and ticks of the best schedules, and then of the best of these, in the
+        time that is left."""
+        for num_starts, share in ((_NUM_IMPROVED, 0.5), (1, 1.0)):
+            fits = (one for one in self._paced if max(peak_in_flight(one[2])) <= one[1].cap)
+            starts = sorted(fits, key=operator.itemgetter(0))[:num_starts]
+            if self.microseconds <= 0 or not starts or not self.may_gain(self.model):
+                return
+            microseconds = share * self.microseconds / len(starts)
+            for _, model, schedule in starts:
+                self.microseconds -= microseconds
+                improved = improve_on_devices(
+                    schedule,
+                    model.costs,
+                    cap=model.cap,
+                    bound=model.bound,
+                    seconds=1e-6 * microseconds,
+                )
+                self._take(model, *improved)
+
+    def _take(self, model: PlacedModel, schedule: Schedule, end: float) -> None:
+        self._paced.append((end, model, schedule))
+        if end < self.makespan:
+            self.schedule, self.model, self.makespan = schedule, model, end
 
     def _moved(self, model: PlacedModel, schedule: Schedule) -> Schedule | None:
         """A schedule that keeps too much, if it fits while some of that waits on the host."""
@@ -332,12 +357,11 @@ def _offer_searched(
     published: Mapping[PlacedModel, list[Schedule]],
 ) -> None:
     """Offers orders that are searched for on the best placement and on those of few chunks, each in
-    half of the time that is left, the last one in most of it."""
+    a share of the time that is left, and improves the best in the rest."""
     few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
     candidates = [*filter(search.may_gain, dict.fromkeys([search.model, *few]))]
     for model in candidates:
-        share = 0.8 if model is candidates[-1] else 0.5
-        seconds = 1e-6 * share * search.microseconds
+        seconds = 1e-6 * _SEARCHING_SHARE * search.microseconds
         if not search.may_gain(model) or seconds < _LEAST_SECONDS:
             continue
         search.say("searching orders", model)
@@ -346,17 +370,20 @@ def _offer_searched(
         seeds = [one for one in found if max(peak_in_flight(one)) <= model.cap]
         if not seeds:
             continue
-        orders = search_orders(
-            model.placement,
-            model.num_microbatches,
-            costs=model.costs,
-            cap=model.cap,
-            seeds=map(split_backwards, seeds),
-            bound=model.bound,
-            seconds=seconds,
-        )
+        kinds = dict.fromkeys((model.costs, tuple(map(of_ticks, model.costs))))
+        for costs in kinds:
+            orders = search_orders(
+                model.placement,
+                model.num_microbatches,
+                costs=costs,
+                cap=model.cap,
+                seeds=map(split_backwards, seeds),
+                bound=model.bound,
+                seconds=seconds / len(kinds),
+            )
+            search.offer(model, orders, price=0.0)
         search.microseconds -= 1e6 * seconds
-        search.offer(model, orders, price=0.0, trials=_TRIALS_OF_PACES)
+    search.improve()
 
 
 def published_schedules(model: PlacedModel) -> Iterator[Schedule]:

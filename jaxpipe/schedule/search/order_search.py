@@ -42,7 +42,7 @@ orders of few microbatches that are repeated; what is left is for local search."
 _STEADY, _NUM_REPEATED, _NUM_CUTS = 3, 3, 8
 """How many microbatches more than fit in memory show what is repeated, from how many orders of so
 few a local search starts, and from how many times on each of them is repeated."""
-_ORDERED, _MOVED = 9.0, 2.3
+_ORDERED, _MOVED = 8.0, 1.6
 """Microseconds that it takes to order an action by a rule, and per action to time a move."""
 _FEWEST_MOVES, _MOST_MOVES = 30, 3_000
 _NUM_STARTS = 8
@@ -221,20 +221,21 @@ def improve(
     """Looks for orders of a split schedule that end sooner on the free-running clock, in so many
     swaps; other arguments as for `search_orders`."""
     search = _TabuSearch(schedule, costs, cap)
-    orders = tuple(
-        tuple(search.actions[number] for number in row) for row in search.best(moves, bound)
-    )
+    orders = search.orders(search.best(moves, bound))
     return dataclasses.replace(schedule, orders=orders, peak_in_flight=None)
 
 
-class _TabuSearch:
-    """The orders of all stages, and the best ones so far, of actions by number.
+class NumberedActions:
+    """Actions of a split schedule by number, which says their kind, virtual stage and microbatch,
+    in that order.
 
-    An action's number says its kind, virtual stage and microbatch, in that order.
+    Attributes:
+      held: chunks that an action adds to those in flight.
+      inputs: what an action reads, and how long after its start that is there.
     """
 
-    def __init__(self, schedule: Schedule, costs: Sequence[Costs], cap: int) -> None:
-        placement, self.cap = schedule.placement, cap
+    def __init__(self, schedule: Schedule, costs: Sequence[Costs]) -> None:
+        placement = schedule.placement
         self.num_microbatches = schedule.num_microbatches
         self.actions = [
             Action(s, kind, i)
@@ -242,22 +243,42 @@ class _TabuSearch:
             for s in range(placement.num_virtual_stages)
             for i in range(schedule.num_microbatches)
         ]
-        numbers = {action: number for number, action in enumerate(self.actions)}
+        self.numbers = {action: number for number, action in enumerate(self.actions)}
         self.durations = [costs[a.virtual_stage].of(a.kind) for a in self.actions]
         self.stages = [placement.stages[a.virtual_stage] for a in self.actions]
         self.held = [HELD[a.kind] for a in self.actions]
         self.inputs: list[list[tuple[int, float]]] = [[] for _ in self.actions]
-        self.readers: list[list[tuple[int, float]]] = [[] for _ in self.actions]
-        self.rounding = _ROUNDING * math.fsum(cost.f + cost.b + cost.w for cost in costs)
         for number, action in enumerate(self.actions):
             for needed in dependencies(action, num_virtual_stages=placement.num_virtual_stages):
-                other = numbers[needed]
+                other = self.numbers[needed]
                 lag = self.durations[other]
                 if self.stages[other] != self.stages[number]:
                     lag += costs[needed.virtual_stage].message
                 self.inputs[number].append((other, lag))
+        self.rows = [[self.numbers[action] for action in order] for order in schedule.orders]
+
+    def in_turn(self, first: int, second: int) -> bool:
+        """Whether two actions of a stage cannot change places: the second reads the first, or is
+        the same pass of a later microbatch."""
+        same_queue = first // self.num_microbatches == second // self.num_microbatches
+        return same_queue or any(number == first for number, _ in self.inputs[second])
+
+    def orders(self, rows: Iterable[Iterable[int]]) -> tuple[tuple[Action, ...], ...]:
+        return tuple(tuple(self.actions[number] for number in row) for row in rows)
+
+
+class _TabuSearch(NumberedActions):
+    """The orders of all stages, and the best ones so far."""
+
+    def __init__(self, schedule: Schedule, costs: Sequence[Costs], cap: int) -> None:
+        super().__init__(schedule, costs)
+        self.cap = cap
+        self.rounding = _ROUNDING * math.fsum(cost.f + cost.b + cost.w for cost in costs)
+        self.readers: list[list[tuple[int, float]]] = [[] for _ in self.actions]
+        for number, inputs in enumerate(self.inputs):
+            for other, lag in inputs:
                 self.readers[other].append((number, lag))
-        self.best_rows = [[numbers[action] for action in order] for order in schedule.orders]
+        self.best_rows = self.rows
         # `random` is the same on every Python since 3.2; `randrange` is not.
         self.random = random.Random(0).random
         self._go_back(kicks=0)
@@ -321,8 +342,7 @@ class _TabuSearch:
         after = before - self.held[first] + self.held[second]
         if after > most and after > before:
             return False
-        same_queue = first // self.num_microbatches == second // self.num_microbatches
-        return not (same_queue or any(n == first for n, _ in self.inputs[second]))
+        return not self.in_turn(first, second)
 
     def _excess(self, first: int, second: int) -> int:
         """How many more chunks beyond the cap a stage keeps between two neighbors that swap."""
