@@ -1,8 +1,9 @@
 """Counts what a model's layers compute, move and keep, from the traces that a pipeline runs.
 
-Nothing is compiled, and no device of the cluster is needed: a pipeline of one stage on as many
-simulated devices as share a layer is traced at two numbers of rows, between which everything grows
-in a line: at which layers have the same kernels, for what W computes again may depend on sizes.
+Nothing is compiled, and no device of the cluster is needed: a pipeline of one stage is traced on as
+many simulated devices as share a layer, at one number of rows. Its prime divides no dimension of
+the model, so a dimension that it divides grows with the rows; others that grow, such as a number of
+places that is rounded up, are found by tracing the forward of a layer at fewer rows.
 
 Matmuls, convolutions, attention, gathers and the like are kernels of their own, which read their
 operands and write their results. What is element by element is fused: only what such a kernel, a
@@ -12,10 +13,8 @@ reduction or the program's caller reads is written, by one kernel that reads wha
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -55,8 +54,11 @@ from jaxpipe.schedule import catalog
 
 EXPERT = "expert"
 """The axis of data shards that split experts."""
-_ROWS = 2, 4, 8, 16, 32
-"""Rows of a microbatch that are traced; more than one, so that nothing is simplified away."""
+_PRIMES = 251, 257, 263, 269, 271, 277, 281, 283, 293
+_TIMES = 4
+"""Rows of a microbatch that is traced, in primes."""
+_ROWS = 2, 4
+"""Rows at which a trace is counted; more than one, so that nothing would be simplified away."""
 
 _RENAMES = {"reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_precision_sum"}
@@ -108,15 +110,11 @@ def sizes(
     if pipe.axes.num_shards(pipe.mesh) != experts or pipe.schedule.num_stages != 1:
         raise ValueError("a model is counted on one stage and one data shard")
     times = pipe.schedule.num_microbatches * experts
-    given = rng, remats, compute_bytes, document_share
-    counts = (_counted(pipe, batch(rows * times), *given) for rows in _ROWS)
-    for rows, (few, many) in zip(
-        itertools.pairwise(_ROWS), itertools.pairwise(counts), strict=True
-    ):
-        if all(_num_kernels(few[remat]) == _num_kernels(many[remat]) for remat in remats):
-            line = functools.partial(_line, rows)
-            return jax.tree.map(line, few, many, is_leaf=lambda value: isinstance(value, Linear))
-    raise ValueError(f"layers have other kernels at each of {_ROWS} rows")
+    shapes = [leaf.shape for leaf in jax.tree.leaves((pipe.placed_params, batch(1)))]
+    prime = next(p for p in _PRIMES if all(n % p for shape in shapes for n in shape))
+    batch, given = batch(_TIMES * prime * times), (compute_bytes, document_share)
+    few, many = _counted(pipe, batch, rng, remats, prime, *given)
+    return jax.tree.map(_line, few, many, is_leaf=lambda value: isinstance(value, Linear))
 
 
 def model_sizes(
@@ -202,16 +200,40 @@ def update_flops(
     return max(map(of_layer, {form_of(layer): layer for layer in layers}.values()), key=sum)
 
 
-def _line(rows: tuple[int, int], few: object, many: Linear) -> object:
+def _line(few: object, many: Linear) -> object:
     """Makes the line through the counts at two numbers of rows; the rest is the same at both."""
     if not isinstance(few, Linear):
         return few
-    slope = (many.fixed - few.fixed) / (rows[1] - rows[0])
-    return Linear(few.fixed - slope * rows[0], slope)
+    slope = (many.fixed - few.fixed) / (_ROWS[1] - _ROWS[0])
+    return Linear(few.fixed - slope * _ROWS[0], slope)
 
 
-def _num_kernels(sizes: Sizes) -> list[int]:
-    return [len(layer_pass.kernels) for layer in sizes.layers for layer_pass in layer.passes]
+class Rows(NamedTuple):
+    """Rows for which a trace with ``_TIMES`` times a prime of them is counted.
+
+    Args:
+      others: dimensions that grow, but are not divided by the prime, and each with fewest rows.
+    """
+
+    prime: int
+    rows: int
+    others: Mapping[int, int] = MappingProxyType({})
+
+    def elements(self, shape: Sequence[int]) -> float:
+        """Counts the elements of a traced array if there were so many rows."""
+        whole, least = _TIMES * self.prime, _ROWS[0]
+
+        def length(n: int) -> float:
+            if n % self.prime == 0:
+                return n * self.rows / whole
+            fewest = self.others.get(n, n)
+            return fewest + (n - fewest) * (self.rows - least) / (whole - least)
+
+        return math.prod(map(length, shape))
+
+    def tree_bytes(self, shapes: Shapes) -> float:
+        leaves = jax.tree.leaves(shapes)
+        return sum(self.elements(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _number(value: float) -> Linear:
@@ -219,24 +241,42 @@ def _number(value: float) -> Linear:
     return Linear(float(value), 0.0)
 
 
+def _others(kind: LayerKind, prime: int) -> Iterator[tuple[int, int]]:
+    """Yields the dimensions that grow in the forward of a layer, but that the prime does not
+    divide, and each with fewest rows."""
+    fewest = Rows(prime, _ROWS[0])
+
+    def fewer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([round(fewest.elements([n])) for n in leaf.shape], leaf.dtype)
+
+    arguments = kind.args, jax.tree.map(fewer, kind.args)
+    traces = (jaxprs.flatten(jax.make_jaxpr(kind.function)(*args)).eqns for args in arguments)
+    for eqns in zip(*traces, strict=True):
+        for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
+            for n, few in zip(*(v.aval.shape for v in variables), strict=True):
+                if few < n and n % prime:
+                    yield n, few
+
+
 def _counted(
     pipe: Pipeline,
     batch: Batch,
     rng: Key,
     remats: Sequence[str],
+    prime: int,
     compute_bytes: int,
     document_share: float,
-) -> dict[str, Sizes]:
-    """Counts a model for one number of rows."""
+) -> list[dict[str, Sizes]]:
+    """Counts a model for each of ``_ROWS``, by policy."""
     axes = dict(pipe.mesh.shape)
 
-    def read(fixed: Fixed, batch: StepMicrobatches) -> dict[str, Sizes]:
+    def read(fixed: Fixed, batch: StepMicrobatches) -> list[dict[str, Sizes]]:
         setup, layouts = fixed.setup, fixed.setup.layouts
         trained, *frozen = (jax.tree.map(Leaf.struct, one.outer) for one in layouts)
         outer = combine(trained, *frozen) if frozen else trained
         split = dict(jax.tree.leaves_with_path(pipe.model.stage_split))
         elements = {path: leaf.size for path, leaf in jax.tree.leaves_with_path(outer)}
-        head = _head(fixed, batch, trained, frozen, axes)
+        head = _head(fixed, batch, trained, frozen)
         context = jax.eval_shape(lambda: fixed.context(batch, 0, 0))
 
         def layers_under(remat: str) -> Layers:
@@ -252,27 +292,30 @@ def _counted(
                     return dataclasses.replace(layers, kinds=tuple(kinds))
             return layers_of(dataclasses.replace(setup, options=options), outer, *context)
 
-        def counted(remat: str) -> Sizes:
-            layers = layers_under(remat)
+        def counted(layers: Layers, rows: Rows) -> Sizes:
+            of_head = head(axes, rows)
             return Sizes(
                 layers=tuple(
                     _layer(
                         *(kind, [one.layers.canonical_of(kind.example) for one in layouts], axes),
-                        *(compute_bytes, document_share),
+                        *(rows, compute_bytes, document_share),
                     )
                     for kind in layers.kinds
                 ),
                 kind_of=layers.kind_of,
-                message=_number(max(map(tree_bytes, layers.activations))),
-                merged=_number(tree_bytes(layers.merged)),
+                message=_number(max(map(rows.tree_bytes, layers.activations))),
+                merged=_number(rows.tree_bytes(layers.merged)),
                 outer_parameters=sum(elements.values()),
                 outer_split=sum(size for path, size in elements.items() if path in split),
                 outer_frozen=sum(leaf.size for leaf in jax.tree.leaves(frozen)),
-                head=head.work,
-                head_live=_number(head.live),
+                head=of_head.work,
+                head_live=_number(of_head.live),
             )
 
-        return {remat: counted(remat) for remat in remats}
+        others = dict(pair for kind in fixed.layers.kinds for pair in _others(kind, prime))
+        layers = {remat: layers_under(remat) for remat in remats}
+        numbers = (Rows(prime, rows, others) for rows in _ROWS)
+        return [{remat: counted(layers[remat], rows) for remat in remats} for rows in numbers]
 
     return tracing.in_trace(pipe, batch, rng, read)
 
@@ -282,8 +325,8 @@ def _head(
     batch: StepMicrobatches,
     outer: Shapes,
     frozen: Sequence[Shapes],
-    axes: Mapping[str, int],
-) -> Counted:
+) -> Callable[[Mapping[str, int], Rows], Counted]:
+    """Traces the head; returns what counts it."""
     x = fixed.layers.merged
 
     def head(outer: Shapes, x: Activation, frozen: Sequence[Shapes]) -> tuple[jax.Array, Shapes]:
@@ -297,18 +340,19 @@ def _head(
     program = jaxprs.flatten(jax.make_jaxpr(head)(outer, x, frozen)).jaxpr
     first, count_x = len(jax.tree.leaves(outer)), len(jax.tree.leaves(x))
     arrived = program.invars[first : first + count_x]  # from the last stage
-    return count(program.eqns, program.outvars, axes, slots=arrived)
+    return lambda axes, rows: count(program.eqns, program.outvars, axes, rows, slots=arrived)
 
 
 def _layer(
     kind: LayerKind,
     own: Sequence[Leaves],
     axes: Mapping[str, int],
+    rows: Rows,
     compute_bytes: int,
     document_share: float,
 ) -> LayerSizes:
     split, leaves, frozen = kind.split, jax.tree.leaves(own), jax.tree.leaves(own[1:])
-    f, b, w, fused = _passes(split, axes, compute_bytes, document_share)
+    f, b, w, fused = _passes(split, axes, rows, compute_bytes, document_share)
     read = split.traced.known[: split.traced.params.num_leaves]
     quantized = [v.aval for v in read if _itemsize(v) == 1]
     return LayerSizes(
@@ -316,21 +360,25 @@ def _layer(
         b=b.work,
         w=w.work,
         parameters=sum(math.prod(leaf.shape) for leaf in leaves),
-        until_b=_number(tree_bytes(list(split.until_b))),
-        until_w=_number(tree_bytes(list(split.until_w))),
-        crossing=_number(tree_bytes(list(split.crossing))),
+        until_b=_number(rows.tree_bytes(split.until_b)),
+        until_w=_number(rows.tree_bytes(split.until_w)),
+        crossing=_number(rows.tree_bytes(split.crossing)),
         live=_number(max(counted.live for counted in (f, b, w, fused))),
         shapes=tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart),
         expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
         quantized=sum(math.prod(weight.shape) for weight in quantized),
-        carry=_number(0 if kind.carry is None else tree_bytes(kind.carry.shapes)),
+        carry=_number(0 if kind.carry is None else rows.tree_bytes(kind.carry.shapes)),
         frozen=sum(math.prod(leaf.shape) for leaf in frozen),
         rounded=sum(math.prod(leaf.shape) for leaf in frozen if leaf.dtype.itemsize == 1),
     )
 
 
 def _passes(
-    split: Split, axes: Mapping[str, int], compute_bytes: int, document_share: float
+    split: Split,
+    axes: Mapping[str, int],
+    rows: Rows,
+    compute_bytes: int,
+    document_share: float,
 ) -> list[Counted]:
     """Counts F, B and W of a layer, and both backwards as one."""
     traced = split.traced
@@ -355,7 +403,7 @@ def _passes(
     ]
     return [
         count(
-            *(eqns, outputs, axes),
+            *(eqns, outputs, axes, rows),
             slots=slots,
             stored=dparams,
             weights=own,
@@ -380,6 +428,7 @@ def count(
     eqns: Eqns,
     outputs: Iterable[Atom],
     axes: Mapping[str, int],
+    rows: Rows,
     *,
     slots: Collection[Atom] = (),
     stored: Collection[Atom] = (),
@@ -393,26 +442,26 @@ def count(
       stored: outputs that are added to what lies elsewhere, such as gradients.
       weights: variables that are weights, with the bytes of an element of the copy that is read.
     """
-    program = _Program(eqns, outputs, weights)
+    program = _Program(eqns, outputs, weights, rows)
     kept = {program.origin(v) for v in program.outputs if v in slots}
     kernels: list[Kernel] = []
     collectives: list[SizedCollective] = []
     copied = 0.0
     for eqn in eqns:
         if eqn.primitive.name in _COLLECTIVES:
-            collectives += _collective(eqn, axes)
-        elif _fuses(eqn):
+            collectives += _collective(eqn, axes, rows)
+        elif id(eqn) in program.fused:
             kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
         else:
             read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
             moved = sum(map(program.bytes, [*read, *written]))
             if eqn.primitive.name == "dynamic_update_slice":  # in place
                 moved = 2 * program.bytes(eqn.invars[1])
-            flops = _flops(eqn)
+            flops = _flops(eqn, rows.elements)
             name = str(eqn.params.get("name", eqn.primitive.name))
             if attends := name in _ATTENTION_MATMULS:
                 queries, keys = (v.aval.shape for v in eqn.invars[:2])
-                causal = _ATTENTION_MATMULS[name] * math.prod(queries) * keys[1]
+                causal = _ATTENTION_MATMULS[name] * rows.elements(queries) * keys[1]
                 flops = flops if document_share == 1 else min(flops, document_share * causal)
             narrow = all(_itemsize(v) == 1 for v in eqn.invars)
             matmul = "fp8" if narrow else "matmul"
@@ -430,13 +479,17 @@ def count(
 class _Program:
     """Variables that exist in memory, and what each is made from."""
 
-    def __init__(self, eqns: Eqns, outputs: Iterable[Atom], weights: Mapping[Atom, int]) -> None:
+    def __init__(
+        self, eqns: Eqns, outputs: Iterable[Atom], weights: Mapping[Atom, int], rows: Rows
+    ) -> None:
         self.eqns, self.outputs = eqns, [v for v in outputs if jaxprs.is_var(v)]
+        self.rows = rows
         self.maker = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.weights, self.casts = weights, dict[tuple[Atom, object], Atom]()
+        self.fused = {id(eqn) for eqn in eqns if _fuses(eqn)}
         wanted = list(self.outputs)
         for eqn in eqns:
-            if not _fuses(eqn):
+            if id(eqn) not in self.fused:
                 wanted += _inputs(eqn)
             if eqn.primitive.name in _REDUCTIONS and _inputs(eqn):
                 wanted += eqn.outvars
@@ -444,7 +497,7 @@ class _Program:
         self.materialised = {
             v
             for v, eqn in makers
-            if eqn is not None and _fuses(eqn) and eqn.primitive.name not in _FREE
+            if eqn is not None and id(eqn) in self.fused and eqn.primitive.name not in _FREE
         }
 
     def origin(self, v: Atom) -> Atom:
@@ -461,7 +514,7 @@ class _Program:
         return v
 
     def bytes(self, v: Atom) -> float:
-        return math.prod(v.aval.shape) * self.weights.get(v, _itemsize(v))
+        return self.rows.elements(v.aval.shape) * self.weights.get(v, _itemsize(v))
 
     def fusion(self, v: Atom) -> Kernel:
         """Makes the kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
@@ -474,7 +527,7 @@ class _Program:
         while operands:
             v = self.origin(operands.pop())
             eqn = self.maker.get(v)
-            if eqn is None or not _fuses(eqn) or v in self.materialised:
+            if eqn is None or id(eqn) not in self.fused or v in self.materialised:
                 read.add(v)
             elif id(eqn) not in seen:
                 seen.add(id(eqn))
@@ -489,7 +542,7 @@ class _Program:
         """
         kernels: list[tuple[list[Atom], Vars]] = []
         for eqn in self.eqns:
-            if not _fuses(eqn):
+            if id(eqn) not in self.fused:
                 kernels.append((eqn.outvars, self._in_memory(eqn)))
                 continue
             made = [v for v in eqn.outvars if v in self.materialised]
@@ -523,40 +576,42 @@ def _itemsize(v: Atom) -> int:
     return getattr(dtype, "itemsize", 8)  # a key has none on some versions of jax
 
 
-def _flops(eqn: Eqn) -> float:
+def _flops(eqn: Eqn, elements: Callable[[Sequence[int]], float] = math.prod) -> float:
     """Multiplications and additions of a matmul, a convolution or an attention."""
     if (stated := jaxprs.stated_flops(eqn.primitive, eqn.params)) is not None:
-        return stated
-    name, out = eqn.primitive.name, math.prod(eqn.outvars[0].aval.shape)
+        shapes = [v.aval.shape for v in (*_inputs(eqn), *eqn.outvars) if v.aval.size]
+        return stated * min(elements(shape) / math.prod(shape) for shape in shapes)
+    name, out = eqn.primitive.name, elements(eqn.outvars[0].aval.shape)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
-        return 2.0 * out * math.prod(shape[dim] for dim in contracted)
+        return 2.0 * out * elements([shape[dim] for dim in contracted])
     if name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         features = kernel[numbers.rhs_spec[0]]
-        return 2.0 * out * math.prod(kernel) / features
+        return 2.0 * out * elements(kernel) / features
     if name in _ATTENTION_MATMULS:
         query, key = (v.aval.shape for v in eqn.invars[:2])
         causal = "CAUSAL" in str(eqn.params.get("mask_type", ""))
-        whole = 2.0 * _ATTENTION_MATMULS[name] * math.prod(query) * key[1]
+        whole = 2.0 * _ATTENTION_MATMULS[name] * elements(query) * key[1]
         return whole / 2 if causal else whole
     if name == "scan":
         inner = eqn.params["jaxpr"].jaxpr.eqns
-        return eqn.params["length"] * sum(map(_flops, inner))
+        return elements([eqn.params["length"]]) * sum(_flops(one, elements) for one in inner)
     if name == "cond":
-        return max(sum(map(_flops, branch.jaxpr.eqns)) for branch in eqn.params["branches"])
+        branches = (branch.jaxpr.eqns for branch in eqn.params["branches"])
+        return max(sum(_flops(one, elements) for one in branch) for branch in branches)
     return 0.0
 
 
-def _collective(eqn: Eqn, axes: Mapping[str, int]) -> list[SizedCollective]:
+def _collective(eqn: Eqn, axes: Mapping[str, int], rows: Rows) -> list[SizedCollective]:
     """Counts what a device sends of its operands; nothing over axes of one device."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = names if isinstance(names, tuple) else (names,)
     group = math.prod(axes.get(str(name), 1) for name in names)
     if group == 1:
         return []
-    own = sum(math.prod(v.aval.shape) * _itemsize(v) for v in _inputs(eqn))
+    own = sum(rows.elements(v.aval.shape) * _itemsize(v) for v in _inputs(eqn))
     kind = eqn.primitive.name
     return [
         SizedCollective("+".join(map(str, names)), kind, _number(_COLLECTIVES[kind](group) * own))

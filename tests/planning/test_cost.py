@@ -18,6 +18,7 @@ from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, ta
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.memory import buffers, tree_bytes
+from jaxpipe.runtime.tracing import traced_layers
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import device_clock
 from models.gpt import GPTConfig, init
@@ -192,6 +193,21 @@ def test_tokens_are_exchanged_there_and_back_and_nothing_hides_it(config, expert
         sent = sum(one.sent.at(rows) for one in collectives)
         gained = getattr(cost.layer_costs(across), name) - getattr(cost.layer_costs(within), name)
         assert gained == pytest.approx(sent * slower)
+
+
+@pytest.mark.parametrize(("factor", "expert"), [(None, 1), (1.07, 4)])
+def test_one_trace_tells_what_layers_keep_at_any_number_of_rows(factor, expert):
+    """Rooms of experts are rounded up: they grow with the rows, and are no multiple of them."""
+    config = dataclasses.replace(BOUNDED, device_capacity_factor=factor)
+    (found,) = counted(config, Variant(1, 1, "none", expert)).layers
+    schedule = jaxpipe.schedules.build("1f1b", stages=1, microbatches=2)
+    pipe = pipeline(config, schedule, data=expert, expert=expert, remat="none")
+    for rows in (3, 16):
+        layers, _ = traced_layers(pipe, batch(config, 2 * expert * rows))
+        (split,) = (kind.split for kind in layers.kinds)
+        for name in ("until_b", "until_w", "crossing"):
+            expected = tree_bytes(list(getattr(split, name)))
+            assert getattr(found, name).at(rows) == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize(("capacity", "expert"), [(1.0, 1), (None, 2)])

@@ -237,16 +237,12 @@ def divided(eqns: Eqns, outputs: Iterable[Atom], late: Vars) -> tuple[list[Eqn],
     return first, [eqn for eqn in eqns if id(eqn) not in ids]
 
 
-def _shape(var: Atom) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
-
 def shapes_of_variables(variables: Sequence[Atom]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(_shape(v) for v in variables)
+    return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables)
 
 
 def bytes_of(variables: Iterable[Atom]) -> int:
-    return sum(shape.size * shape.dtype.itemsize for shape in map(_shape, variables))
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
 
 
 def multiplies(eqn: Eqn) -> bool:

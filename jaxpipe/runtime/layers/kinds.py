@@ -27,6 +27,7 @@ class LayerKind:
     Args:
       example: canonical number of the first layer of this kind.
       function: `Model.layer` of these layers.
+      args: shapes of its arguments.
       x: number of the layer's input among `Layers.activations`.
       y: number of its output among them.
       flows: for every leaf of y, whether it has a gradient; None if all have.
@@ -37,6 +38,7 @@ class LayerKind:
     number: int
     example: int
     function: Callable[..., Tree]
+    args: tuple[Shapes, ...]
     x: int
     y: int
     split: Split
@@ -131,7 +133,8 @@ def sort_layers(
                 function, (own, x, *others) = on_slices(function, carried), args
                 args = own, (x, carried.shapes), *others, kept["start"]
             # An evaluation runs the function itself, of which derivatives by hand show nothing.
-            alone = jax.make_jaxpr(function)(*args, *([] if state is None else [state]))
+            all_args = *args, *([] if state is None else [state])
+            alone = jax.make_jaxpr(function)(*all_args)
             appended = () if carried is None else carried.appended
             options = {"state": state, "appended": appended, "flows": flows}
             split = cut(function, *args, quantized=quantized[n], frozen=constant, **options)
@@ -143,7 +146,7 @@ def sort_layers(
                 flows = dependent(alone, given)[: len(jax.tree.leaves(y))]
             seen[key] = len(kinds)
             ends = here, number(y, n)
-            kinds.append(LayerKind(len(kinds), n, function, *ends, split, flows, carried))
+            kinds.append(LayerKind(len(kinds), n, function, all_args, *ends, split, flows, carried))
         kind_of.append(seen[key])
         here, flows = kinds[seen[key]].y, kinds[seen[key]].flows
     shapes = tuple(activations.values())
