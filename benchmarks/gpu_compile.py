@@ -66,8 +66,8 @@ from jaxpipe.planning.without_devices import (
 )
 from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from jaxpipe.schedule.actions import Schedule
-from jaxpipe.schedule.device_clock import device_clock
-from jaxpipe.schedule.partition import cut_layers, partition
+from jaxpipe.schedule.device_clock import cuts
+from jaxpipe.schedule.partition import partition
 from jaxpipe.schedule.simulate import Costs
 from models import gpt
 
@@ -317,15 +317,9 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
 def chosen_counts(config: gpt.GPTConfig, schedule: Schedule) -> tuple[int, ...] | None:
     """The layers of every chunk where the ends compute embedding and head, or None where all stages
     do: whatever takes less time on the device clock, as the trainer chooses."""
-    head = _head_layers(config)
-    even = [Costs(1, 1, 1)] * config.num_layers
-    beside = [*even[1:], Costs(1 + head, 1 + head, 1 + head)]
-    split, ends = (cut_layers(layers, schedule.placement)[1] for layers in (even, beside))
-    together = device_clock(schedule, split, together=True, head=3 * head / schedule.num_stages)
-    alone = device_clock(schedule, ends)
-    if together.makespan <= alone.makespan:
-        return None
-    return _counts_beside_ends(config, schedule)
+    even, head = [1.0] * config.num_layers, _head_layers(config)
+    fastest, *_ = cuts(schedule, Costs(1, 1, 1), even, 0.0, head)
+    return None if fastest.together else fastest.layer_counts
 
 
 def _counts_beside_ends(config: gpt.GPTConfig, schedule: Schedule) -> tuple[int, ...]:

@@ -157,9 +157,10 @@ class PipelineConfig(Section):
     "measured" on a device, or counts such as "3,2,2,3"."""
     vocabulary: Literal["auto", "split", "ends"] = "auto"
     """Stages that compute embedding and head. "split": all stages together, each with a part of the
-    tables. "ends": only the stages of the first and the last layer, and the partition counts the
-    time. They wait for no other stage, but every stage has whole tables during a step. "auto"
-    chooses the one with the shorter step on the device clock."""
+    tables. "ends": only the stages of the first and the last layer, which wait for no other stage,
+    but every stage has whole tables during a step. The partition then counts the time of embedding
+    and head, unless equal chunks are faster. "auto" chooses the shortest step on the device
+    clock."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Values that the backward recomputes: "none", all but matmuls ("dots"), or all ("full").
     "auto" is "dots" on GPUs, where it takes less time and memory than "none". Elsewhere, and for

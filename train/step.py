@@ -21,6 +21,7 @@ from jaxpipe.schedule import (
     Schedule,
     Timeline,
     chunk_costs,
+    cuts,
     device_clock,
     partition,
 )
@@ -124,22 +125,15 @@ class Setup:
             return "split"
         order = pipeline_section.order(self.config)
         given, even = pipeline_section.own_counts(self.config), [1.0] * self.task.num_layers
+        equal = partition(even, order.placement)
         self.task = self._task("ends")
-        probe = self._pipeline(order, given or partition(even, order.placement))
+        probe = self._pipeline(order, given or equal)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         layers = [part.f + part.b + part.w for part in layer_costs(probe, batch, rng)]
-        embed, head = end_costs(probe, batch, rng)
-        costs = pipeline_section.costs(self.config)
-        unit = (costs.f + costs.b + costs.w) * order.placement.num_virtual_stages / sum(layers)
-
-        def makespan(loads: list[float], **options: Any) -> float:
-            scaled = costs.times(sum(loads) / sum(layers))
-            counts = given or partition(loads, order.placement)
-            return device_clock(order, chunk_costs(scaled, loads, counts), **options).makespan
-
-        split = makespan(layers, together=True, head=(embed + head) * unit / stages)
-        layers_and_ends = [embed + layers[0], *layers[1:-1], layers[-1] + head]
-        return "ends" if makespan(layers_and_ends) < split else "split"
+        given = equal if self.config.pipeline.partition == "equal" else given
+        costs, ends = pipeline_section.costs(self.config), end_costs(probe, batch, rng)
+        fastest, *_ = cuts(order, costs, layers, *ends, given=given)
+        return "split" if fastest.together else "ends"
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
         """Returns the order, the cost of every layer, and the number of layers of every chunk."""
@@ -154,16 +148,21 @@ class Setup:
         probe = self._pipeline(order, counts)
         batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
         parts = layer_costs(probe, batch, rng, measure=rule == "measured")
-        costs = [part.f + part.b + part.w for part in parts]
+        layers = [part.f + part.b + part.w for part in parts]
+        embed, head = 0.0, 0.0
         if ends:
             embed, head = end_costs(probe, batch, rng, measure=rule == "measured")
-            costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
+        costs = [*layers]
+        costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
         if pipeline_section.own_counts(self.config) is not None:
             return order, costs, counts
         weights = even if rule == "equal" else costs
         if pipeline_section.chooses_placement(self.config):
             order = pipeline_section.searched(self.config, weights)
-        return order, costs, partition(weights, order.placement)
+        if not ends or rule == "equal":
+            return order, costs, partition(weights, order.placement)
+        found = cuts(order, pipeline_section.costs(self.config), layers, embed, head)
+        return order, costs, next(cut.layer_counts for cut in found if not cut.together)
 
     @cached_property
     def chunk_costs(self) -> list[Costs]:

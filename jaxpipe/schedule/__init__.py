@@ -30,7 +30,7 @@ Example:
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.catalog import build, register
 from jaxpipe.schedule.check import ScheduleError, validate
-from jaxpipe.schedule.device_clock import device_clock, timelines
+from jaxpipe.schedule.device_clock import Cut, cuts, device_clock, timelines
 from jaxpipe.schedule.formats import from_json, is_users, read_csv, to_json, write_csv
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.partition import chunk_costs, partition
@@ -43,6 +43,7 @@ from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate, ti
 __all__ = [
     "Action",
     "Costs",
+    "Cut",
     "Kind",
     "Placement",
     "Schedule",
@@ -51,6 +52,7 @@ __all__ = [
     "Timeline",
     "build",
     "chunk_costs",
+    "cuts",
     "device_clock",
     "draw",
     "from_json",

@@ -9,14 +9,16 @@ messages travel in every tick between all pairs that ever have one, so that thes
 of each other. Where all stages compute embedding and head together, their sums wait for all stages.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE, Cell, TickTable
+from jaxpipe.schedule.partition import chunk_costs, partition
 from jaxpipe.schedule.simulate import (
     Costs,
     TimedAction,
@@ -71,6 +73,60 @@ def device_clock(
     rows = tuple(tuple(sorted(row, key=lambda part: cast(int, part.tick))) for row in parts)
     ticks = tuple(map(tuple, starts.tolist()))
     return Timeline(schedule, costs, "device", rows, float(starts[-1].max()), ticks)
+
+
+class Cut(NamedTuple):
+    """A cut of a model's layers into chunks, and its time on the device clock.
+
+    Args:
+      together: whether all stages compute embedding and head together, or the ends alone.
+    """
+
+    makespan: float
+    together: bool
+    layer_counts: tuple[int, ...]
+
+
+def cuts(
+    schedule: Schedule,
+    costs: Costs,
+    layer_costs: Sequence[float],
+    embed: float,
+    head: float,
+    *,
+    given: tuple[int, ...] | None = None,
+) -> list[Cut]:
+    """Times the cuts that may be best, and lists them by time: all stages compute embedding and
+    head together, each its share; or the ends do, beside as many layers as other chunks have; or
+    beside fewer, which makes other chunks larger.
+
+    Args:
+      costs: of an average chunk, without embedding and head.
+      layer_costs: F + B + W of every layer, in any unit.
+      embed, head: likewise of embedding and head.
+      given: the layers of every chunk, in place of balanced ones.
+
+    Example:
+      >>> from jaxpipe.schedule.generators.depth_first import one_f_one_b
+      >>> schedule = one_f_one_b(2, 4, fused=True)
+      >>> cuts(schedule, Costs(3, 3, 3), [1] * 6, 0, 2)[0].layer_counts
+      (4, 2)
+    """
+    beside = [*layer_costs]
+    beside[0], beside[-1] = beside[0] + embed, beside[-1] + head
+    placement, whole = schedule.placement, math.fsum(layer_costs)
+    unit = (costs.f + costs.b + costs.w) * placement.num_virtual_stages / whole
+
+    def cut(loads: Sequence[float], counts: tuple[int, ...], *, together: bool) -> Cut:
+        chunks = chunk_costs(costs.times(math.fsum(loads) / whole), loads, counts)
+        share = (embed + head) * unit / schedule.num_stages if together else 0.0
+        clock = device_clock(schedule, chunks, together=together, head=share)
+        return Cut(clock.makespan, together, counts)
+
+    alone, balanced = (given or partition(loads, placement) for loads in (layer_costs, beside))
+    found = [cut(layer_costs, alone, together=True)]
+    found += [cut(beside, counts, together=False) for counts in dict.fromkeys((alone, balanced))]
+    return sorted(found, key=lambda one: one.makespan)
 
 
 Clock = Literal["free", "device"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import dependencies, split_action
 from jaxpipe.schedule.check import ScheduleError
-from jaxpipe.schedule.device_clock import device_clock, timelines
+from jaxpipe.schedule.device_clock import cuts, device_clock, timelines
 from jaxpipe.schedule.show.draw import exchanges
 from jaxpipe.schedule.simulate import UNIT, Costs, makespan, simulate, ticks
 
@@ -181,3 +181,20 @@ def test_a_longer_warm_up_gives_slow_messages_time():
         ends[name], peaks[name] = device.makespan, max(free.peak_in_flight)
     assert [*peaks.values()] == [8, 15]
     assert 1 - ends["eager-1f1b-fused"] / ends["1f1b-fused"] == pytest.approx(0.118, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "together", "counts"),
+    [
+        ("zb-v", 4, True, (4,) * 8),
+        ("1f1b-fused", 4, False, (5, 4, 4, 3)),
+        ("1f1b-v", 2, False, (4,) * 4),  # fewer layers at the end make (4, 5, 4, 3) of it
+    ],
+)
+def test_each_cut_is_the_fastest_beside_some_head(name, stages, together, counts):
+    """The head takes as long as 1.2 of four layers of a chunk."""
+    schedule = catalog.build(name, stages=stages, microbatches=4 * stages)
+    fastest, *others = cuts(schedule, Costs(4, 4, 4), [1.0] * sum(counts), 0.0, 1.2)
+    assert (fastest.together, fastest.layer_counts) == (together, counts)
+    assert len(others) == 2
+    assert all(fastest.makespan < other.makespan for other in others)
