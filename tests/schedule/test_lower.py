@@ -202,6 +202,18 @@ def replay(table: TickTable, *, overlaps: bool) -> None:
     assert not slots
 
 
+@pytest.mark.parametrize("name", ["zb-v", "zb-h1", "1f1b"])
+def test_stages_that_embed_together_meet_for_no_cotangent_before_the_last_head(name):
+    schedule = catalog.build(name, stages=4, microbatches=16)
+    counts = [1] * schedule.placement.num_virtual_stages
+    table = lower(schedule, counts, together=True)
+    heads = table.outer.head != NONE
+    alone = (table.outer.embed_gradient != NONE).any(axis=1) & ~heads
+    assert not alone[: heads.nonzero()[0].max()].any()
+    slots = lower(schedule, counts).num_slots["dy"]
+    assert table.outer.embed_gradient_slot.max() < table.num_slots["dy"] <= max(2, slots)
+
+
 # Gathers of weights and reductions of gradients.
 
 

@@ -180,6 +180,8 @@ class Lowering:
             name: 1 + int(slots.max()) if name in lives or name in carries else 0
             for name, slots in self._slots.items()
         }
+        waiting = self._returned[1].max(initial=NONE)
+        self.num_slots["dy"] = max(self.num_slots["dy"], 1 + int(waiting))
         if self._moves:
             self._slots["on_host"] = self._colour_on_host()
             self.num_slots["on_host"] = 2 + int(self._slots["on_host"].max())
@@ -395,12 +397,13 @@ class Lowering:
         """Chooses when each cotangent goes through the embedding and the slot in which it waits,
         and the slots of all cotangents.
 
-        Stages that embed together take as many cotangents at once as need no further slot.
-        Arguments as for `_enter`.
+        Stages that embed together take as many cotangents at once as need no further slot, or no
+        more than two. Arguments as for `_enter`.
         """
         if lives is None:
             return (np.zeros(0, np.int64), np.zeros(0, np.int64)), slots
-        done, most = self.ticks[self.backward][0], int(slots.max())
+        done = self.ticks[self.backward][0]
+        last = most = max(int(slots.max()), 1)
         own_stages = list(self.schedule.placement.virtual_stages[self.stage_of[0]])
         while self.together and most > 0:
             ticks = embed_gradient_ticks(done, self.ticks[Kind.F][-1], self.num_ticks, most)
@@ -408,7 +411,7 @@ class Lowering:
             start = np.append(lives[0][own_stages], _at(done[waits], Phase.EXCHANGE))
             end = np.append(lives[1][own_stages], _at(ticks[waits], Phase.EMBED_GRADIENT))
             colours = colour_intervals(start, end)
-            if colours.max() <= slots.max():
+            if colours.max() <= last:
                 own, waiting[waits] = np.split(colours, [done.size * len(own_stages)])
                 slots[own_stages] = own.reshape(len(own_stages), -1)
                 return (ticks, waiting), slots
