@@ -398,24 +398,26 @@ class Lowering:
         and the slots of all cotangents.
 
         Stages that embed together take as many cotangents at once as need no further slot, or no
-        more than two. Arguments as for `_enter`.
+        more than two; the last ones at the end of the step if as many wait for it as there are
+        slots. Arguments as for `_enter`.
         """
         if lives is None:
             return (np.zeros(0, np.int64), np.zeros(0, np.int64)), slots
         done = self.ticks[self.backward][0]
-        last = most = max(int(slots.max()), 1)
+        most = max(int(slots.max()), 1)
+        tries = [(most, most + 1), *((most >> n, 0) for n in range(most.bit_length()))]
         own_stages = list(self.schedule.placement.virtual_stages[self.stage_of[0]])
-        while self.together and most > 0:
-            ticks = embed_gradient_ticks(done, self.ticks[Kind.F][-1], self.num_ticks, most)
+        for at_once, ending in tries if self.together else []:
+            heads = self.ticks[Kind.F][-1]
+            ticks = embed_gradient_ticks(done, heads, self.num_ticks, at_once, ending)
             waits, waiting = ticks > done, np.full_like(done, NONE)
             start = np.append(lives[0][own_stages], _at(done[waits], Phase.EXCHANGE))
             end = np.append(lives[1][own_stages], _at(ticks[waits], Phase.EMBED_GRADIENT))
             colours = colour_intervals(start, end)
-            if colours.max() <= last:
+            if colours.max() <= most:
                 own, waiting[waits] = np.split(colours, [done.size * len(own_stages)])
                 slots[own_stages] = own.reshape(len(own_stages), -1)
                 return (ticks, waiting), slots
-            most //= 2
         return (done, np.full_like(done, NONE)), slots
 
     def _pass(self, kind: Kind, weights: ChunkSlots, gradients: ChunkSlots) -> Cell:
@@ -527,7 +529,7 @@ def embed_ticks(first: np.ndarray, heads: np.ndarray) -> np.ndarray:
 
 
 def embed_gradient_ticks(
-    done: np.ndarray, heads: np.ndarray, num_ticks: int, most: int
+    done: np.ndarray, heads: np.ndarray, num_ticks: int, most: int, last: int = 0
 ) -> np.ndarray:
     """Finds the tick at whose end each microbatch's cotangent goes through the embedding.
 
@@ -538,6 +540,7 @@ def embed_gradient_ticks(
       done: the ticks in which cotangents are there, int64 ``[microbatches]``.
       heads: ticks that end with a head.
       most: cotangents that may wait at once.
+      last: number of the last cotangents, which wait in any case.
 
     Example:
       >>> done, heads = np.array([3, 6, 7, 8]), np.array([2, 5])
@@ -545,6 +548,8 @@ def embed_gradient_ticks(
       [5, 7, 7, 9]
       >>> embed_gradient_ticks(done, heads, 10, 0).tolist()
       [3, 6, 7, 8]
+      >>> embed_gradient_ticks(done, heads, 10, 0, last=2).tolist()
+      [3, 6, 9, 9]
     """
     order, meetings = np.argsort(done), np.append(np.sort(heads), num_ticks - 1)
     together = meetings[np.searchsorted(meetings, done)]
@@ -557,6 +562,8 @@ def embed_gradient_ticks(
         if done[microbatch] < together[microbatch] and len(waiting) > most:
             ticks[waiting] = done[microbatch]
             waiting = []
+    ending = order[len(order) - last :]
+    ticks[ending] = together[ending]
     return ticks
 
 
