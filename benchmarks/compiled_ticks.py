@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction, pass_of
 from jaxpipe.runtime import memory
-from jaxpipe.runtime.tick.messages import INBOX
-from jaxpipe.runtime.tick.setup import RESIDUALS
+from jaxpipe.runtime.tick.setup import INBOX, RESIDUALS
 from jaxpipe.runtime.types import Batch
 from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 

@@ -273,10 +273,10 @@ class Trips:
             return self._pieces(table.gathers, chunk, layer)
         if name in ("reduce", "store_reduced"):
             return self._pieces(table.reduces, chunk, layer)
-        if name.startswith("meet/receive"):
-            number, late = divmod(int(name.removeprefix("meet/receive")), 2)
-            slots = table.rows.arrivals[number][late]
-            return int(slots[self.tick, self.stage] != NONE)
+        if name.startswith("meet/"):
+            places = [divmod(int(n), 2) for n in name.partition("receive")[2].split("_")]
+            slots = [table.rows.arrivals[number][late] for number, late in places]
+            return sum(int(slot[self.tick, self.stage] != NONE) for slot in slots)
         column, virtual_stage = {
             "enter": (table.outer.embed != NONE, 0),
             "leave": (table.outer.head != NONE, -1),

@@ -45,7 +45,7 @@ LAUNCH = Peak("launch of a kernel", 3e-6, "between two kernels of one stream: as
 WAIT = Peak("host wait", 10e-6, "a copy of one flag to the host and the launch after it: assumed")
 
 _STARTS = {"collective-permute", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
-_SLICES = "dynamic_slice_fusion"
+_SLICES = '"name":"dynamic_slice_fusion"'
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SHARE = re.compile(r'/kind\d+_(\d+)of(\d+)/while"')
 _GROUPS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
@@ -159,8 +159,8 @@ class Roofline:
     def _loop(self, loop: Instruction, trips_of: Trips) -> Spent:
         body = loop.calls["body"]
         if is_around(loop):
-            trips = sum(map(trips_of, self.program.loops(body)))
-            spent = scaled(self.run(body, trips_of), trips > 0)
+            trips = min(1.0, sum(map(trips_of, self.program.loops(body))))
+            spent = scaled(self.run(body, trips_of), trips)
         else:
             trips = trips_of(loop)
             spent = scaled(self.body(body), trips)

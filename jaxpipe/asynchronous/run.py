@@ -265,7 +265,6 @@ def _carried(rules: Rules, own: AsyncState) -> Carried:
         weights=_held(own),
         inboxes={name: flight[name] for name in ("x", "dy")},
         residuals={name: flight[name] for name in RESIDUALS},
-        sent={},
         gradients=flight["gradients"],
         outer_gradients=flight["outer_gradients"],
         finished=Extra(states, own["rest"], flight["norms"], kept),

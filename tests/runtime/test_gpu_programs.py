@@ -25,6 +25,7 @@ from jaxpipe.runtime.layers.split import REMAT_POLICIES
 from jaxpipe.runtime.tick.setup import RESIDUALS_OF
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
+from jaxpipe.schedule.lowering.table import NONE
 from models import gpt
 
 # The roofline model of `benchmarks/gpu_roofline.py`.
@@ -345,6 +346,13 @@ def test_loops_over_chunks_and_the_vocabulary_run_as_the_table_says(together):
     assert runs("enter") == runs("leave") == runs("embed_gradient") == number
     assert runs("gather/chunk0") + runs("gather/chunk1") == sum(table.gathers.counts)
     assert runs("reduce") == 2 * sum(table.reduces.counts)
+    # Messages that one permute may bring share a loop; one around several has no trips of its own.
+    arrivals = [slots for arrival in table.rows.arrivals for slots in arrival]
+    received = [runs(f"meet/receive{n}") for n in range(len(arrivals))]
+    assert received == [(slots != NONE).sum() for slots in arrivals]
+    assert runs("meet/any/while/body/receive0_1") == sum(received[:2])
+    assert is_around(loop("meet/any"))
+    assert not is_around(loop("meet/receive0_1"))
 
 
 def test_a_loop_is_of_the_tick_that_it_stands_in():

@@ -26,7 +26,7 @@ from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import moves, outer_phases
 from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink
 from jaxpipe.runtime.tick.gradients import Summed
-from jaxpipe.runtime.tick.messages import INBOX, exchange, send_late
+from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.microbatches import (
     Microbatches,
     StepMicrobatches,
@@ -133,7 +133,6 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         weights=fixed.weights.with_buffers(held, found),
         inboxes={name: found[name] for name in ("x", "dy") if name in found},
         residuals=residuals,
-        sent=found.get("sent", {}),
         # An evaluation has no gradients; its loops over layers carry their place all the same.
         gradients=found.get("gradients", {}),
         outer_gradients=None if sink is None else sums,
@@ -143,6 +142,7 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
         layer_losses=jax.tree.map(jnp.zeros_like, fixed.layer_losses),
         states=states_of_stage(states),
         input_gradients=[],
+        messages=found.get("messages", {}),
     )
 
 
@@ -162,8 +162,11 @@ def buffer_shapes(fixed: Fixed) -> dict[str, Shapes]:
     """Shapes of every buffer that the tick loop carries, by name; they follow from the schedule."""
     slots = fixed.table.num_slots
     shapes: dict[str, Shapes] = {"x": fixed.messages.shapes(slots["x"])}
-    if late := {channel.kind for channel in fixed.table.channels if channel.late_edges}:
-        shapes["sent"] = {kind: fixed.message_shape() for kind in late}
+    kept = {channel.kind for channel in fixed.table.channels if channel.late_edges}
+    if fixed.setup.knows_chunks:  # its cells write messages where they are
+        kept |= fixed.table.passes.keys() & {Kind.F, Kind.B, Kind.BW}
+    if kept:
+        shapes["messages"] = {fixed.outbox(kind): fixed.message_shape() for kind in kept}
     shapes |= fixed.weights.shapes(fixed)
     shapes |= {name: kept.shapes(slots[name]) for name, kept in fixed.residuals.items()}
     if fixed.gradients is None:
@@ -257,7 +260,9 @@ def _at_edge(
 def _of_stage(fixed: Fixed) -> tuple[jax.Array, Callable[[jax.Array], Row]]:
     """The rows as the stage sees them, int32 ``[ticks, fields]``, and what makes a `Row` of one.
 
-    In one array, or a GPU would start a kernel for every field that a tick reads.
+    In one array, or a GPU would start a kernel for every field that a tick reads; and as numbers
+    that XLA does not know to be parts of one, or the GPU would copy many of them one by one. In a
+    body that runs once, XLA would also leave out the loops of an embedding or a head.
     """
     rows = jax.tree.map(jnp.asarray, fixed.table.rows)
     cells = rows.cells
@@ -275,7 +280,12 @@ def _of_stage(fixed: Fixed) -> tuple[jax.Array, Callable[[jax.Array], Row]]:
     )
     _, unravel = ravel_pytree(jax.tree.map(lambda column: column[0], rows))
     table = jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
-    return table, lambda row: unravel(lax.optimization_barrier(row))
+
+    def row_of(row: jax.Array) -> Row:
+        row = lax.optimization_barrier(row)
+        return unravel(jnp.where(always(fixed.stage), row, NONE))
+
+    return table, row_of
 
 
 def _in_turn(fixed: Fixed, first: Tree, then: Tree, device: Index) -> Tree:
@@ -292,13 +302,10 @@ def tick(
 ) -> Carried:
     """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights
-    # In a body that runs once, XLA would leave out the loops of an embedding or a head.
     device = lax.axis_index(fixed.axes.names)
-    runs = jax.tree.map(lambda number: jnp.where(always(device), number, NONE), row.outer)
-    row = row._replace(outer=runs)
     # Before the first tick nothing was sent.
-    sent = {} if parts.first else carried.sent
-    arriving = send_late(fixed, parts, sent)
+    kept = carried.messages.keys()
+    arriving = send_late(fixed, parts, {} if parts.first else carried.messages)
     if fixed.table.gathers.whole:
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
     if parts.forward:
@@ -307,8 +314,12 @@ def tick(
     if sink is not None:
         carried = sink.before_layers(fixed, batch, carried, row)
     carried = moves.run_and_move(fixed, batch, carried, row, parts)
-    messages, carried = carried.messages, carried.but(messages={})
-    outputs = {kind: messages[INBOX[kind]] for kind in (Kind.F, Kind.B) if INBOX[kind] in messages}
+    outputs = {
+        kind: carried.messages[fixed.outbox(kind)]
+        for kind in (Kind.F, Kind.B)
+        if parts.has(kind) and (kind is Kind.F or fixed.setup.trains)
+    }
+    carried = carried.but(messages={name: carried.messages[name] for name in kept})
     if sink is not None and sink.reduces(fixed) and fixed.table.reduces.whole and parts.backward:
         carried = sink.chunk(fixed, carried, row.reduce)
     carried = exchange(fixed.table, carried, row, outputs, arriving, fixed.axes)

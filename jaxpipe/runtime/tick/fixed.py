@@ -22,14 +22,21 @@ from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import embed_layer, head_layer, layer_key
-from jaxpipe.runtime.layout.buffers import KnownSlots, Piece, SharedBuffers
+from jaxpipe.runtime.layout.buffers import KnownSlots, Piece, SharedBuffers, at_slot
 from jaxpipe.runtime.layout.data_axis import Joined
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
-from jaxpipe.runtime.tick.setup import CARRY, RESIDUALS_OF, RESIDUALS_OF_F, Setup, mean_scale
+from jaxpipe.runtime.tick.setup import (
+    CARRY,
+    INBOX,
+    RESIDUALS_OF,
+    RESIDUALS_OF_F,
+    Setup,
+    mean_scale,
+)
 from jaxpipe.runtime.trees import combine, divide, joined, widened
 from jaxpipe.runtime.types import (
     Activation,
@@ -117,6 +124,15 @@ class Fixed:
     @property
     def table(self) -> TickTable:
         return self.setup.table
+
+    @property
+    def one_message(self) -> bool:
+        """Whether an activation and a cotangent that a stage hands on are the same arrays."""
+        return self.setup.knows_chunks and self.table.one_message
+
+    def outbox(self, kind: Kind) -> str:
+        """Name of the message that an action of a kind hands on."""
+        return INBOX[Kind.F if self.one_message else kind]
 
     @property
     def loops_in_chunk(self) -> bool:
@@ -258,7 +274,6 @@ class Carried:
       weights: what the weights' source holds.
       inboxes: messages that wait for their reader, by name: x for F, dy for the backward.
       residuals: what layers leave behind, by name: until_b, until_w, crossing.
-      sent: messages that the last tick has produced and that travel in the next, by kind.
       gradients: the gradient sums of layers; nothing in an evaluation.
       outer_gradients: those of embedding and head, which all stages compute alike.
       shared_gradients: this stage's share of those of what its layers share; None for nothing.
@@ -268,14 +283,13 @@ class Carried:
         a loss.
       states: the layers' states.
       input_gradients: of the batch's arrays whose gradients are wanted, ``[rows, m, ...]``.
-      messages: the activations or cotangents that the layers of a tick hand on, by the inbox that
-        they came from; none between ticks.
+      messages: the activations or cotangents that layers hand on (`Fixed.outbox`); between ticks
+        those that travel in the next, or that its layers write in place.
     """
 
     weights: Arrays
     inboxes: dict[str, Message]
     residuals: dict[str, list[jax.Array]]
-    sent: dict[Kind, Message]
     gradients: Arrays
     outer_gradients: Gradients
     shared_gradients: Gradients
@@ -300,6 +314,10 @@ class Work:
     held: Tree
     action: Kind
     cell: Cell
+
+    def begins(self, layer: Index) -> bool:
+        """Whether a layer is the first of a cell that the program knows."""
+        return bool(layer == (0 if self.action.is_forward else self.cell.layers - 1))
 
     def part_of(self, carried: Carried, places: Collection[tuple[Cell, Iterable[int]]]) -> Carried:
         """Leaves of known residuals only those that some layers of some cells of the action read or
@@ -362,6 +380,22 @@ class LayerWork(Work):
         shared = self.held.outer[SHARED] if setup.shares else None
         scales = self.read(self.held.scales) if setup.quantizes else []
         return self.fixed.weights.layer(self), scales, shared
+
+    def source(self, carried: Carried) -> Message:
+        """The arrays that the message for the layer is `taken` from. The first layer's is in an
+        inbox: XLA for GPUs would copy it for a barrier, but does not copy an inbox."""
+        if self._reads_inbox:
+            return carried.inboxes[INBOX[self.action]]
+        return carried.messages[self.fixed.outbox(self.action)]
+
+    def taken(self, source: Message) -> Message:
+        return at_slot(source, self.cell.inbox) if self._reads_inbox else source
+
+    @property
+    def _reads_inbox(self) -> bool:
+        fixed = self.fixed
+        known = fixed.setup.knows_chunks and not fixed.loops_in_chunk and self.cell.moved is None
+        return known and self.begins(self.layer)
 
     def tied_weights(self, carried: Carry) -> tuple[tuple[list[Stored], list[Stored], Tree], Carry]:
         """`weights`, and a value that the loop carries, tied to each other.

@@ -24,11 +24,10 @@ from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.layout.layer_layout import Body
 from jaxpipe.runtime.tick.fixed import Carried, Fixed, LayerWork, Work
-from jaxpipe.runtime.tick.messages import INBOX
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.setup import CARRY, CARRY_GRADIENT, ON_HOST, RESIDUALS_OF_F
+from jaxpipe.runtime.tick.setup import CARRY, CARRY_GRADIENT, INBOX, ON_HOST, RESIDUALS_OF_F
 from jaxpipe.runtime.trees import joined, parted, widened
-from jaxpipe.runtime.types import Arrays, Index, LayerParams, Message, Tree
+from jaxpipe.runtime.types import Arrays, Flag, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, Cell, Moved, Row
 
@@ -59,31 +58,33 @@ def run_cells(
         for action in fixed.table.passes
         if parts.has(action) and (layers is None or action in layers)
     }
-    passed = {"weights": carried.weights, "sent": carried.sent, "finished": carried.finished}
-    carried = carried.but(weights=None, sent={}, finished=None)
+    passed = {"weights": carried.weights, "finished": carried.finished}
+    carried = carried.but(weights=None, finished=None)
+    if not fixed.setup.knows_chunks:  # else their cells read what they are given
+        for work in works.values():
+            carried = _arriving(work, carried)
     done: Index = 0
     for kind in fixed.setup.pairs if parts.forward and parts.backward else ():
         carried, turns = _run_pairs(works, kind, carried)
         done = done + turns
     for action, work in works.items():
         only = layers[action] if layers else None
-        carried = run_layers(work, _arriving(work, carried), parts, done, only)
-    messages = carried.messages
-    if fixed.setup.options.poison:
-        for action, work in works.items():
-            if name := INBOX.get(action):
-                message = [jnp.where(work.cell.runs, w, jnp.nan) for w in messages[name]]
-                messages = messages | {name: message}
+        carried = run_layers(work, carried, parts, done, only)
+    messages, runs = carried.messages, dict[str, Flag]()
+    for action in filter(works.__contains__, INBOX if fixed.setup.options.poison else ()):
+        name = fixed.outbox(action)
+        runs[name] = runs.get(name, False) | works[action].cell.runs
+    for name, any_runs in runs.items():
+        messages = messages | {name: [jnp.where(any_runs, w, jnp.nan) for w in messages[name]]}
     return carried.but(messages=messages, **passed)
 
 
 def _arriving(work: Work, carried: Carried) -> Carried:
-    """A copy with the message that an action begins with, if there is none yet."""
-    name = INBOX.get(work.action)
-    if name is None or name in carried.messages:
+    """A copy with the message that an action begins with."""
+    if work.action not in INBOX:
         return carried
-    message = at_slot(carried.inboxes[name], work.cell.inbox)
-    return carried.but(messages=carried.messages | {name: message})
+    message = at_slot(carried.inboxes[INBOX[work.action]], work.cell.inbox)
+    return carried.but(messages=carried.messages | {work.fixed.outbox(work.action): message})
 
 
 def _run_pairs(works: dict[Kind, Work], kind: Kind, carried: Carried) -> tuple[Carried, Index]:
@@ -111,7 +112,6 @@ def _run_pairs(works: dict[Kind, Work], kind: Kind, carried: Carried) -> tuple[C
         carried = _run_layer(beside, *forwards, carried)
         return carried.gradients, carried.but(gradients=None)
 
-    carried = _arriving(forward, _arriving(backward, carried))
     sums, rest = carried.gradients, carried.but(gradients=None)
     spans = [(work.cell.chunk, work.cell.layers) for work in (backward, forward)]
     with jax.named_scope(f"{kind.name}_F"):
@@ -154,7 +154,7 @@ def run_layers(
     lo, hi, stamps = jnp.int32(0), work.cell.layers, work.fixed.setup.stamps
     stamped = work.action, work.cell, work.fixed.axes
     if stamps is not None:
-        lo = lo + stamps.take(*stamped, (carried.messages, work.held))
+        lo = lo + stamps.take(*stamped, (carried.messages, carried.inboxes, work.held))
     if work.action.is_forward:
         lo = lo + done
     else:
@@ -211,13 +211,19 @@ def _run_chunks(
     places = fixed.cells(work.action, fixed.known_slots, parts)
     layers = {n: range(place["layers"]) for n, place in places.items()}
     if only is not None:
-        layers = {n: range(only, only + 1) for n, of_cell in layers.items() if only in of_cell}
+        layers = {
+            n: range(only, only + 1) if of_cell else of_cell
+            for n, of_cell in layers.items()
+            if only in of_cell or not of_cell
+        }
     if not layers:
         return sums, rest
     cells = {n: dataclasses.replace(work.cell, number=n, **places[n]) for n in layers}
 
     def run_one(cell: Cell, sums: Arrays, rest: Carried) -> tuple[Arrays, Carried]:
-        known = dataclasses.replace(work, cell=cell)
+        known, own = dataclasses.replace(work, cell=cell), layers[cell.number]
+        if only is None or not own or known.begins(only):
+            rest = _arriving(known, rest)
         if fixed.loops_in_chunk:
             held, messages = tie(work.held, rest.messages)
             known, rest = dataclasses.replace(known, held=held), rest.but(messages=messages)
@@ -227,7 +233,7 @@ def _run_chunks(
             sums, part = _layer_body(known)(chunk, layer, sums, part)
             return sums, known.with_part(rest, part)
 
-        return params.run_chunk(cell.chunk, layers[cell.number], body, sums, rest, down=down)
+        return params.run_chunk(cell.chunk, own, body, sums, rest, down=down)
 
     def run_among(numbers: Sequence[int], through: tuple[Index, Arrays, Carried]) -> Any:
         """Runs the cell if it is one of these, and returns `NONE` in place of its number."""
@@ -316,7 +322,8 @@ def _move_back(work: LayerWork, moved: Moved, step: Step, carried: Carried) -> C
 def _forward(work: LayerWork, carried: Carried) -> Carried:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
-    weights, message = work.tied_weights(carried.messages[INBOX[work.action]])
+    weights, source = work.tied_weights(work.source(carried))
+    message = work.taken(source)
     x, context = fixed.activation(message, kind.x), work.context()
     if kind.carry is not None:
         x = x, work.carry(carried, CARRY)
@@ -346,9 +353,9 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
 def _backward(work: LayerWork, carried: Carried) -> Carried:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    weights, message = work.tied_weights(carried.messages[INBOX[work.action]])
-    buffers, message = tie(carried.residuals, message)
-    carried = carried.but(residuals=buffers)
+    weights, source = work.tied_weights(work.source(carried))
+    buffers, source = tie(carried.residuals, source)
+    message, carried = work.taken(source), carried.but(residuals=buffers)
     residuals = work.residuals(carried, *RESIDUALS_OF_F)
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dy = fixed.activation(message, kind.y)
@@ -388,7 +395,7 @@ _STEPS: dict[Kind, Step] = {
 
 def _handing(work: LayerWork, carried: Carried, message: Message) -> Carried:
     """A copy with the message that a layer hands on."""
-    return carried.but(messages=carried.messages | {INBOX[work.action]: message})
+    return carried.but(messages=carried.messages | {work.fixed.outbox(work.action): message})
 
 
 def _add_gradient(work: LayerWork, carried: Carried, dparams: LayerParams) -> Carried:

@@ -7,25 +7,26 @@ that all stages read from the table, so that all of them take the same branch.
 """
 
 import functools
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from jaxpipe.runtime.barriers import tie
+from jaxpipe.runtime.barriers import copied, tie
 from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.fixed import Carried, Fixed
+from jaxpipe.runtime.tick.setup import INBOX
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, Edges, Row, TickTable
 
 Inboxes: TypeAlias = dict[str, Message]
 
-INBOX = {Kind.F: "x", Kind.R: "x", Kind.B: "dy", Kind.BW: "dy"}
-"""The buffer in which the input of an action waits, by its kind."""
+_MANY = 4
+"""Messages for whose loops a loop around them is worth its launches."""
 
 
 def send(message: Message, edges: Edges, axes: Axes) -> Message:
@@ -33,7 +34,7 @@ def send(message: Message, edges: Edges, axes: Axes) -> Message:
     return [lax.ppermute(w, axes.stage, edges) for w in message]
 
 
-def send_late(fixed: Fixed, parts: BodyParts, sent: dict[Kind, Message]) -> list[Message | None]:
+def send_late(fixed: Fixed, parts: BodyParts, messages: dict[str, Message]) -> list[Message | None]:
     """Sends what the last tick has produced: it travels while this tick's layers run.
 
     XLA for GPUs has a stream for messages between two devices. On the stream of other collectives
@@ -41,31 +42,57 @@ def send_late(fixed: Fixed, parts: BodyParts, sent: dict[Kind, Message]) -> list
     once, XLA would then make room for what is reduced at the start of the step.
     """
     shares = parts.reduce and fixed.runs_once(parts)
+    arriving: dict[tuple[str, Edges], Message] = {}
+    travels = [
+        (fixed.outbox(c.kind), c.late_edges) if c.late_edges and parts.has(c.kind) else None
+        for c in fixed.table.channels
+    ]
+    sent = {name: [copied(w, fixed.stage) for w in message] for name, message in messages.items()}
     with set_xla_metadata(**({} if shares else {"_xla_gpu_collective_stream": "p2p"})):
-        return [
-            send(sent[c.kind], c.late_edges, fixed.axes)
-            if c.late_edges and c.kind in sent and parts.has(c.kind)
-            else None
-            for c in fixed.table.channels
-        ]
+        for name, edges in filter(None, dict.fromkeys(travels)):
+            if name in messages:
+                arriving[name, edges] = send(sent[name], edges, fixed.axes)
+    return [arriving.get(one) if one else None for one in travels]
 
 
-def _receive(
-    slots: jax.Array, place: int, inboxes: Inboxes, name: str, message: Message
-) -> tuple[jax.Array, Inboxes]:
-    """Writes a message into the slot at this place, which is `NONE` then, or leaves the inboxes as
-    they are: a loop of one trip or none."""
+class _Arrival(NamedTuple):
+    """A message that may have come: its place among all, its inbox, and its slot, `NONE` if not."""
 
-    def put(through: tuple[jax.Array, Message]) -> tuple[jax.Array, Message]:
-        slots, inbox = through
-        ended = lax.dynamic_update_index_in_dim(slots, jnp.int32(NONE), jnp.int32(place), 0)
-        return ended, put_slot(inbox, slots[place], message)
+    place: str
+    inbox: str
+    slot: Index
+    message: Message
 
-    with jax.named_scope(f"receive{place}"):
-        slots, inbox = lax.while_loop(
-            lambda through: through[0][place] != NONE, put, (slots, inboxes[name])
-        )
-    return slots, inboxes | {name: inbox}
+
+def _receive(inboxes: Inboxes, arrivals: list[_Arrival]) -> Inboxes:
+    """Writes messages that have come into their slots, each in a loop of one trip or none."""
+
+    def put_one(slot: Index, inboxes: Inboxes, one: _Arrival) -> tuple[Index, Inboxes]:
+        def put(through: tuple[Index, Message]) -> tuple[Index, Message]:
+            slot, inbox = through
+            return jnp.full_like(slot, NONE), put_slot(inbox, slot, one.message)
+
+        with jax.named_scope(f"receive{one.place}"):
+            slot, inbox = lax.while_loop(
+                lambda through: through[0] != NONE, put, (slot, inboxes[one.inbox])
+            )
+        return slot, inboxes | {one.inbox: inbox}
+
+    def put_all(through: tuple[list[Index], Inboxes]) -> tuple[list[Index], Inboxes]:
+        slots, inboxes = through
+        for n, one in enumerate(arrivals):
+            slots[n], inboxes = put_one(slots[n], inboxes, one)
+        return slots, inboxes
+
+    through = [one.slot for one in arrivals], inboxes
+    if len(arrivals) < _MANY:
+        return put_all(through)[1]
+    with jax.named_scope("any"):
+        return lax.while_loop(
+            lambda through: functools.reduce(jnp.logical_or, [s != NONE for s in through[0]]),
+            put_all,
+            through,
+        )[1]
 
 
 @jax.named_scope("meet")
@@ -81,25 +108,24 @@ def exchange(
 
     What has no output in this tick's body has no message, either.
     """
-
-    slots = jnp.asarray([slot for arrival in row.arrivals for slot in arrival], jnp.int32)
-    inboxes, late = carried.inboxes, carried.sent.keys() & outputs.keys()
-    for number, (channel, message) in enumerate(zip(table.channels, arriving, strict=True)):
+    arrivals = list[_Arrival]()
+    for number, (channel, late) in enumerate(zip(table.channels, arriving, strict=True)):
         if channel.kind not in outputs:
             continue
-        name, place = INBOX[channel.kind], 2 * number
+        name, slots = INBOX[channel.kind], row.arrivals[number]
         if channel.local:
-            slots, inboxes = _receive(slots, place, inboxes, name, outputs[channel.kind])
-        if message is not None:
-            slots, inboxes = _receive(slots, place + 1, inboxes, name, message)
-    ready, inboxes = tie(outputs, inboxes)
+            arrivals.append(_Arrival(f"{2 * number}", name, slots.slot, outputs[channel.kind]))
+        if late is not None:
+            arrivals.append(_Arrival(f"{2 * number + 1}", name, slots.late_slot, late))
+    ready, inboxes = tie(outputs, _receive(carried.inboxes, arrivals))
     received, zero = _exchanged(table, row.exchange, ready, axes)
-    slots = slots + zero
+    arrivals = []
     for numbers, message in received:
+        places = "_".join(str(2 * number) for number in numbers)
+        slot = functools.reduce(jnp.maximum, [row.arrivals[number].slot for number in numbers])
         name = INBOX[table.channels[numbers[0]].kind]
-        for number in numbers:
-            slots, inboxes = _receive(slots, 2 * number, inboxes, name, message)
-    return carried.but(inboxes=inboxes, sent=carried.sent | {k: outputs[k] for k in late})
+        arrivals.append(_Arrival(places, name, slot + zero, message))
+    return carried.but(inboxes=_receive(inboxes, arrivals))
 
 
 def _exchanged(

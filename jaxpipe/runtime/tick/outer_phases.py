@@ -32,7 +32,8 @@ from jaxpipe.schedule.lowering.table import NONE, Outer
 @jax.named_scope("enter")
 def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Carried:
     """Embeds the microbatch that enters, into the first stage's inbox."""
-    is_first = _is_at(fixed, 0)
+    due = row.embed != NONE
+    is_first = due & _is_at(fixed, 0)
 
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
@@ -42,7 +43,7 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
         message = fixed.message(fixed.empty_message(), fixed.layers.first, x)
         return run_if(is_first, lambda inbox: put_slot(inbox, row.embed_slot, message), inbox)
 
-    runs = _runs(fixed, row.embed != NONE, is_first)
+    runs = _runs(fixed, due, is_first)
     x = run_if(runs, body, carried.inboxes["x"])
     return carried.but(inboxes=carried.inboxes | {"x": x})
 
@@ -70,7 +71,8 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink, inputs = fixed.gradients, fixed.setup.inputs
-    is_last = _is_at(fixed, -1)
+    due = row.head != NONE
+    is_last = due & _is_at(fixed, -1)
 
     def body(through: Tree) -> Tree:
         mine, (collected, inbox, gradients, of_inputs) = tie_to_smallest(y, through)
@@ -100,7 +102,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
 
     sums = carried.outer_gradients, carried.input_gradients
     through = carried.collected, carried.inboxes["dy"], *sums
-    runs = _runs(fixed, row.head != NONE, is_last)
+    runs = _runs(fixed, due, is_last)
     collected, dy, gradients, of_inputs = run_if(runs, body, through)
     return carried.but(
         collected=collected,
@@ -118,9 +120,12 @@ def embed_gradient(
     or, waiting in the first stage's inbox, in one before."""
     assert fixed.gradients is not None
     sink, inputs, inbox = fixed.gradients, fixed.setup.inputs, carried.inboxes["dy"]
+    # Numbers one by one, or a GPU would start a kernel for them in every tick.
+    numbers = list(row.embed_gradient), list(row.embed_gradient_slot)
 
     def one(k: Index, through: Tree) -> Tree:
-        i, slot = row.embed_gradient[k], row.embed_gradient_slot[k]
+        known, through = tie(numbers, through)
+        i, slot = (jnp.stack(column)[k] for column in known)
         mine, (gradients, of_inputs) = tie(dx, through)
         if fixed.table.cotangents_wait:
             kept = at_slot(inbox, jnp.maximum(slot, 0))
@@ -142,8 +147,7 @@ def embed_gradient(
         return gradients, add_input_gradients(of_inputs, new, i)
 
     through = carried.outer_gradients, carried.input_gradients
-    count = (row.embed_gradient != NONE).sum(dtype=jnp.int32)
-    count = count * _runs(fixed, count > 0, _is_at(fixed, 0))
+    count = jnp.int32(sum(_runs(fixed, i != NONE, _is_at(fixed, 0)) for i in numbers[0]))
     gradients, of_inputs = lax.fori_loop(0, count, one, through)
     return carried.but(outer_gradients=gradients, input_gradients=of_inputs)
 

@@ -40,6 +40,8 @@ RESIDUALS_OF = {
     Kind.W: ("until_w", "crossing"),
 }
 """Names of the residuals that an action reads or writes."""
+INBOX = {Kind.F: "x", Kind.R: "x", Kind.B: "dy", Kind.BW: "dy"}
+"""The buffer in which the input of an action waits, by its kind."""
 FUSES_SLICES = jax.__version_info__ >= (0, 12)
 """Whether XLA for GPUs lets matmuls read and write slices of a stack where they lie."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"

@@ -312,6 +312,12 @@ class TickTable:
         return bool((self.outer.embed_gradient_slot != NONE).any())
 
     @property
+    def one_message(self) -> bool:
+        """Whether no stage hands on an activation and a cotangent in one tick."""
+        handing = [cell.runs for kind, cell in self.passes.items() if kind is not Kind.W]
+        return bool((np.sum(handing, axis=0) <= 1).all())
+
+    @property
     def pairs(self) -> Pairs:
         """The chunks that ticks overlap.
 
@@ -342,19 +348,24 @@ class TickTable:
 
     def cell_numbers(self, kind: Kind, fields: Sequence[str]) -> np.ndarray:
         """Numbers the distinct values of these fields in cells of a kind, int32 ``[ticks,
-        stages]``; `NONE` where a cell has no layers."""
-        runs = self.passes[kind].layers > 0
+        stages]``; `NONE` where there is nothing to run, or to hand on."""
+        runs = self._acts(kind)
         numbers = np.full(runs.shape, NONE, np.int32)
         _, numbers[runs] = self._distinct(kind, fields)
         return numbers
 
     def _distinct(self, kind: Kind, fields: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the distinct values of these fields, and the number of every cell with layers."""
-        columns = self.passes[kind]
-        runs = columns.layers > 0
+        """Finds the distinct values of these fields, and the number of every cell that acts."""
+        columns, runs = self.passes[kind], self._acts(kind)
         values = np.stack([getattr(columns, field)[runs] for field in fields], axis=1)
         distinct, numbers = np.unique(values, axis=0, return_inverse=True)
         return distinct, numbers.reshape(-1)
+
+    def _acts(self, kind: Kind) -> np.ndarray:
+        """Marks cells of a kind with layers or a message to hand on, bool ``[ticks, stages]``."""
+        cell = self.passes[kind]
+        acts: np.ndarray = cell.layers > 0 if kind is Kind.W else cell.runs
+        return acts
 
     def branches(
         self, kinds: Collection[Kind]
