@@ -22,8 +22,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _SCOPE = re.compile(
     r"/(?:(tick_\w+)/while/body/(?:(?:closed_call|eval_jaxpr)/)?)?"
     r"((?:BW_|B_)?F|BW|B|W|R|enter|leave|embed_gradient|gather|reduce|store_gathered|"
-    r"store_reduced|meet/any(?=/while\")|meet/(?:any/while/body/(?:closed_call/)?)?receive[\d_]+|"
-    r"tick_\w+)"
+    r"store_reduced|meet/receive[\d_]+|tick_\w+)"
     r"(?:/cells\d+_to\d+/while/body(?:/closed_call)?)*(/cells\d+_to\d+)?"
     r'(?:/chunk(\d+)(?:_layer(\d+)(?:_chunk\d+_layer\d+)*)?((?:_[a-z_]+\d+)*))?/while"'
 )
@@ -42,7 +41,7 @@ class Scope(NamedTuple):
       name: what the loop does; for one over ticks, the name of their parts.
       chunk, layer: where it is of one chunk, or of one layer.
       cell: where it is of one cell: the other fields that the program knows, and their values.
-      several: whether it stands around the loops of several cells, or of several messages.
+      several: whether it stands around the loops of several cells.
     """
 
     tick: str | None
@@ -201,7 +200,7 @@ def scope_of(loop: Instruction) -> Scope | None:
     tick, name, several, *numbers, cell = found.groups()
     fields = tuple((field, int(n)) for field, n in _FIELD.findall(cell or ""))
     chunk, layer = (None if n is None else int(n) for n in numbers)
-    return Scope(tick, name, chunk, layer, fields, several is not None or name == "meet/any")
+    return Scope(tick, name, chunk, layer, fields, several is not None)
 
 
 def is_around(loop: Instruction) -> bool:

@@ -273,8 +273,8 @@ class Trips:
             return self._pieces(table.gathers, chunk, layer)
         if name in ("reduce", "store_reduced"):
             return self._pieces(table.reduces, chunk, layer)
-        if name.startswith("meet/"):
-            places = [divmod(int(n), 2) for n in name.partition("receive")[2].split("_")]
+        if name.startswith("meet/receive"):
+            places = [divmod(int(n), 2) for n in name.removeprefix("meet/receive").split("_")]
             slots = [table.rows.arrivals[number][late] for number, late in places]
             return sum(int(slot[self.tick, self.stage] != NONE) for slot in slots)
         column, virtual_stage = {

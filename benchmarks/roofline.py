@@ -159,8 +159,8 @@ class Roofline:
     def _loop(self, loop: Instruction, trips_of: Trips) -> Spent:
         body = loop.calls["body"]
         if is_around(loop):
-            trips = min(1.0, sum(map(trips_of, self.program.loops(body))))
-            spent = scaled(self.run(body, trips_of), trips)
+            trips = sum(map(trips_of, self.program.loops(body)))
+            spent = scaled(self.run(body, trips_of), trips > 0)
         else:
             trips = trips_of(loop)
             spent = scaled(self.body(body), trips)

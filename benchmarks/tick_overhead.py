@@ -31,7 +31,7 @@ def measure(name: str, layers: str, layers_per_chunk: int, stages: int, m: int) 
     num_layers = layers_per_chunk * schedule.placement.num_virtual_stages
     model, params = bubble.sleeping_model([AT_ONCE] * num_layers)
     if layers == "plain":
-        model = dataclasses.replace(model, layer=lambda w, x, batch, rng: w * x)
+        model = dataclasses.replace(model, layer=lambda w, x, batch, rng: w * x, carry=None)
     mesh = jaxpipe.make_mesh(stage=stages)
     pipe = jaxpipe.Pipeline(model, params, schedule=schedule, mesh=mesh)
     placed, batch = pipe.place(params), {"x": jnp.ones((m, bubble.WIDTH))}

@@ -261,8 +261,7 @@ def _of_stage(fixed: Fixed) -> tuple[jax.Array, Callable[[jax.Array], Row]]:
     """The rows as the stage sees them, int32 ``[ticks, fields]``, and what makes a `Row` of one.
 
     In one array, or a GPU would start a kernel for every field that a tick reads; and as numbers
-    that XLA does not know to be parts of one, or the GPU would copy many of them one by one. In a
-    body that runs once, XLA would also leave out the loops of an embedding or a head.
+    that XLA does not know to be parts of one, or the GPU would copy many of them one by one.
     """
     rows = jax.tree.map(jnp.asarray, fixed.table.rows)
     cells = rows.cells
@@ -281,9 +280,14 @@ def _of_stage(fixed: Fixed) -> tuple[jax.Array, Callable[[jax.Array], Row]]:
     _, unravel = ravel_pytree(jax.tree.map(lambda column: column[0], rows))
     table = jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
 
-    def row_of(row: jax.Array) -> Row:
-        row = lax.optimization_barrier(row)
-        return unravel(jnp.where(always(fixed.stage), row, NONE))
+    def hidden(numbers: jax.Array) -> jax.Array:
+        return jnp.where(always(fixed.stage), numbers, NONE)
+
+    def row_of(numbers: jax.Array) -> Row:
+        numbers = lax.optimization_barrier(numbers)
+        row: Row = unravel(hidden(numbers) if fixed.setup.overlaps else numbers)
+        # In a body that runs once, XLA would leave out the loops of an embedding or a head.
+        return row._replace(outer=jax.tree.map(hidden, row.outer))
 
     return table, row_of
 

@@ -25,9 +25,6 @@ from jaxpipe.schedule.lowering.table import NONE, BodyParts, Edges, Row, TickTab
 
 Inboxes: TypeAlias = dict[str, Message]
 
-_MANY = 4
-"""Messages for whose loops a loop around them is worth its launches."""
-
 
 def send(message: Message, edges: Edges, axes: Axes) -> Message:
     """The message that reaches this stage when senders send theirs along the edges."""
@@ -67,32 +64,19 @@ class _Arrival(NamedTuple):
 def _receive(inboxes: Inboxes, arrivals: list[_Arrival]) -> Inboxes:
     """Writes messages that have come into their slots, each in a loop of one trip or none."""
 
-    def put_one(slot: Index, inboxes: Inboxes, one: _Arrival) -> tuple[Index, Inboxes]:
-        def put(through: tuple[Index, Message]) -> tuple[Index, Message]:
-            slot, inbox = through
-            return jnp.full_like(slot, NONE), put_slot(inbox, slot, one.message)
+    def put(through: tuple[Index, Message], message: Message) -> tuple[Index, Message]:
+        slot, inbox = through
+        return jnp.full_like(slot, NONE), put_slot(inbox, slot, message)
 
-        with jax.named_scope(f"receive{one.place}"):
-            slot, inbox = lax.while_loop(
-                lambda through: through[0] != NONE, put, (slot, inboxes[one.inbox])
+    for place, name, slot, message in arrivals:
+        with jax.named_scope(f"receive{place}"):
+            _, inbox = lax.while_loop(
+                lambda through: through[0] != NONE,
+                functools.partial(put, message=message),
+                (slot, inboxes[name]),
             )
-        return slot, inboxes | {one.inbox: inbox}
-
-    def put_all(through: tuple[list[Index], Inboxes]) -> tuple[list[Index], Inboxes]:
-        slots, inboxes = through
-        for n, one in enumerate(arrivals):
-            slots[n], inboxes = put_one(slots[n], inboxes, one)
-        return slots, inboxes
-
-    through = [one.slot for one in arrivals], inboxes
-    if len(arrivals) < _MANY:
-        return put_all(through)[1]
-    with jax.named_scope("any"):
-        return lax.while_loop(
-            lambda through: functools.reduce(jnp.logical_or, [s != NONE for s in through[0]]),
-            put_all,
-            through,
-        )[1]
+        inboxes = inboxes | {name: inbox}
+    return inboxes
 
 
 @jax.named_scope("meet")

@@ -32,8 +32,7 @@ from jaxpipe.schedule.lowering.table import NONE, Outer
 @jax.named_scope("enter")
 def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Carried:
     """Embeds the microbatch that enters, into the first stage's inbox."""
-    due = row.embed != NONE
-    is_first = due & _is_at(fixed, 0)
+    runs, is_first = _runs(fixed, row.embed, 0)
 
     def body(inbox: Message) -> Message:
         i, inbox = tie(row.embed, inbox)
@@ -43,7 +42,6 @@ def enter(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer) -> Ca
         message = fixed.message(fixed.empty_message(), fixed.layers.first, x)
         return run_if(is_first, lambda inbox: put_slot(inbox, row.embed_slot, message), inbox)
 
-    runs = _runs(fixed, due, is_first)
     x = run_if(runs, body, carried.inboxes["x"])
     return carried.but(inboxes=carried.inboxes | {"x": x})
 
@@ -62,7 +60,7 @@ def evaluate(
         result = fixed.head(outer, x, *fixed.head_context(batch, row.head))
         return fixed.collector.add(collected, result, row.head)
 
-    runs = _runs(fixed, row.head != NONE, _is_at(fixed, -1))
+    runs, _ = _runs(fixed, row.head, -1)
     return carried.but(collected=run_if(runs, body, carried.collected))
 
 
@@ -71,8 +69,7 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
     """The loss of the microbatch that leaves, its cotangent, and the gradient of the head."""
     assert fixed.gradients is not None
     sink, inputs = fixed.gradients, fixed.setup.inputs
-    due = row.head != NONE
-    is_last = due & _is_at(fixed, -1)
+    runs, is_last = _runs(fixed, row.head, -1)
 
     def body(through: Tree) -> Tree:
         mine, (collected, inbox, gradients, of_inputs) = tie_to_smallest(y, through)
@@ -102,7 +99,6 @@ def leave(fixed: Fixed, batch: Microbatches, carried: Carried, row: Outer, y: Me
 
     sums = carried.outer_gradients, carried.input_gradients
     through = carried.collected, carried.inboxes["dy"], *sums
-    runs = _runs(fixed, due, is_last)
     collected, dy, gradients, of_inputs = run_if(runs, body, through)
     return carried.but(
         collected=collected,
@@ -147,7 +143,7 @@ def embed_gradient(
         return gradients, add_input_gradients(of_inputs, new, i)
 
     through = carried.outer_gradients, carried.input_gradients
-    count = jnp.int32(sum(_runs(fixed, i != NONE, _is_at(fixed, 0)) for i in numbers[0]))
+    count = jnp.int32(sum(_runs(fixed, i, 0)[0] for i in numbers[0]))
     gradients, of_inputs = lax.fori_loop(0, count, one, through)
     return carried.but(outer_gradients=gradients, input_gradients=of_inputs)
 
@@ -157,9 +153,11 @@ def _is_at(fixed: Fixed, virtual_stage: int) -> Flag:
     return fixed.stage == fixed.table.schedule.placement.stages[virtual_stage]
 
 
-def _runs(fixed: Fixed, due: Flag, is_mine: Flag) -> Flag:
-    """Whether this stage computes what is due."""
-    return due if fixed.table.together else due & is_mine
+def _runs(fixed: Fixed, microbatch: Index, virtual_stage: int) -> tuple[Flag, Flag]:
+    """Whether this stage computes a phase, which is due if there is a microbatch, and whether it is
+    then the stage of the virtual stage."""
+    due, is_mine = microbatch != NONE, _is_at(fixed, virtual_stage)
+    return (due, due & is_mine) if fixed.table.together else (due & is_mine, is_mine)
 
 
 def _from_stage(fixed: Fixed, x: Activation, virtual_stage: int) -> Activation:
