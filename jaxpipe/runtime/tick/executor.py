@@ -280,14 +280,9 @@ def _of_stage(fixed: Fixed) -> tuple[jax.Array, Callable[[jax.Array], Row]]:
     _, unravel = ravel_pytree(jax.tree.map(lambda column: column[0], rows))
     table = jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
 
-    def hidden(numbers: jax.Array) -> jax.Array:
-        return jnp.where(always(fixed.stage), numbers, NONE)
-
-    def row_of(numbers: jax.Array) -> Row:
-        numbers = lax.optimization_barrier(numbers)
-        row: Row = unravel(hidden(numbers) if fixed.setup.overlaps else numbers)
-        # In a body that runs once, XLA would leave out the loops of an embedding or a head.
-        return row._replace(outer=jax.tree.map(hidden, row.outer))
+    def row_of(row: jax.Array) -> Row:
+        row = lax.optimization_barrier(row)
+        return unravel(jnp.where(always(fixed.stage), row, NONE) if fixed.setup.overlaps else row)
 
     return table, row_of
 
@@ -306,7 +301,10 @@ def tick(
 ) -> Carried:
     """Runs those parts of one row."""
     sink, weights = fixed.gradients, fixed.weights
+    # In a body that runs once, XLA would leave out the loops of an embedding or a head.
     device = lax.axis_index(fixed.axes.names)
+    runs = jax.tree.map(lambda number: jnp.where(always(device), number, NONE), row.outer)
+    row = row._replace(outer=runs)
     # Before the first tick nothing was sent.
     kept = carried.messages.keys()
     arriving = send_late(fixed, parts, {} if parts.first else carried.messages)
