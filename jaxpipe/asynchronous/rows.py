@@ -185,6 +185,7 @@ def steady_table(table: TickTable, steady: SteadyState) -> TickTable:
     channels = tuple(
         dataclasses.replace(channel, late_slot=np.full_like(channel.late_slot, NONE))
         for channel in table.channels
+        if not channel.local  # cotangents do not wait for the embedding
     )
     return dataclasses.replace(
         table,
