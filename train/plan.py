@@ -121,6 +121,7 @@ class Planned:
             "residuals": "host" if plan.on_host.residuals else "device",
             "update": "step",
             "vocabulary": "ends" if plan.ends else "split",
+            "partition": "equal" if plan.equal else "flops",
         }
         if self._compute_bytes == 2:
             pipeline["compute_dtype"] = "bfloat16"

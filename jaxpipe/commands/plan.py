@@ -284,7 +284,8 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
         shown += [str(p.expert)] * experts
         shown += [p.schedule, str(p.chunks), *([str(p.slices)] * sliced)]
         shown += [f"{p.microbatches} x {p.rows}", p.remat]
-        shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
+        ends = "ends, equal" if p.equal else "ends" if p.ends else "split"
+        shown += [ends, str(p.zero), str(p.on_host)]
         shown += [written(candidate.step_seconds), written(candidate.range_seconds[1])]
         shown.append(f"{candidate.model_flops_share:.1%}")
         shown.append(written(candidate.device_bytes / 1e9))

@@ -222,14 +222,9 @@ class Rows(NamedTuple):
     def elements(self, shape: Sequence[int]) -> float:
         """Counts the elements of a traced array if there were so many rows."""
         whole, least = _TIMES * self.prime, _ROWS[0]
-
-        def length(n: int) -> float:
-            if n % self.prime == 0:
-                return n * self.rows / whole
-            fewest = self.others.get(n, n)
-            return fewest + (n - fewest) * (self.rows - least) / (whole - least)
-
-        return math.prod(map(length, shape))
+        few = (self.others.get(n, n) if n % self.prime else n * least / whole for n in shape)
+        more = self.rows - least, whole - least
+        return math.prod(k + (n - k) * more[0] / more[1] for n, k in zip(shape, few, strict=True))
 
     def tree_bytes(self, shapes: Shapes) -> float:
         leaves = jax.tree.leaves(shapes)
@@ -253,9 +248,8 @@ def _others(kind: LayerKind, prime: int) -> Iterator[tuple[int, int]]:
     traces = (jaxprs.flatten(jax.make_jaxpr(kind.function)(*args)).eqns for args in arguments)
     for eqns in zip(*traces, strict=True):
         for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
-            for n, few in zip(*(v.aval.shape for v in variables), strict=True):
-                if few < n and n % prime:
-                    yield n, few
+            pairs = zip(*(v.aval.shape for v in variables), strict=True)
+            yield from ((n, few) for n, few in pairs if few < n and n % prime)
 
 
 def _counted(

@@ -114,6 +114,7 @@ class Plan(NamedTuple):
       expert: data shards, next to each other, that have some of a layer's experts each.
       ends: whether the stages of the first and the last layer compute embedding and head, or all.
       slices: slices into which the sequences of a microbatch are cut.
+      equal: whether chunks of the ends have as many layers as others.
     """
 
     stage: int
@@ -133,6 +134,7 @@ class Plan(NamedTuple):
     expert: int = 1
     ends: bool = False
     slices: int = 1
+    equal: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -225,8 +227,9 @@ class PlacedPlan:
 
     @cached_property
     def head_layers(self) -> float:
-        """Counts the layers with the FLOPs of the head, if the last stage computes it; else 0."""
-        if not self.plan.ends:
+        """Counts the layers with the FLOPs of the head, if the last stage computes it beside fewer
+        layers; else 0."""
+        if self.plan.equal or not self.plan.ends:
             return 0.0
         return _head_layers(self.model, self.variant, self.plan.rows)
 

@@ -176,6 +176,19 @@ def test_with_fewer_stages_a_step_is_a_little_shorter():
         assert cost.least_seconds(placed) < cost.coarse_seconds(placed)[0] <= whole * (1 + 1e-9)
 
 
+def test_the_ends_may_have_as_many_layers_as_others_where_that_is_better():
+    """A head of one layer would make the largest of eight chunks larger by one of two layers."""
+    model, goal = synthetic(NONE, layers=16, width=1024), Goal(None, (64,))
+    cluster = devices.cluster("h100", 4, link="nvlink:1,ib:400")
+    found = search.search(model, [cluster], goal).best
+    beside_equal = [one for one in found if one.plan.equal]
+    assert beside_equal
+    for one, ends in itertools.product(beside_equal, (False, True)):
+        other = PlacedPlan(one.plan._replace(ends=ends, equal=False), model, cluster)
+        parts = search.predicted(other, goal)
+        assert (one.measures.time, one.device_bytes) < (parts.measures.time, parts.device_bytes)
+
+
 def test_compiled_memory_replaces_what_was_predicted(model):
     cluster = devices.cluster("h100", 4, memory=60e9)
     goal = Goal(1e9, (16,))
