@@ -171,8 +171,8 @@ class PipelineConfig(Section):
     weights: Literal["auto", "stacked", "unrolled"] = "auto"
     """Whether a stage stores each parameter in one array for all its layers ("stacked") or in one
     per layer ("unrolled"), which saves copies on GPUs but takes longer to compile. "auto" is
-    unrolled on GPUs, up to 16 layers per stage, if layers are alike, or alike at each place of all
-    chunks, and updated after the step; otherwise stacked."""
+    unrolled on GPUs, up to 16 layers per stage, if layers are updated after the step and, where
+    they differ, take at most 10% more memory so; otherwise stacked."""
     compute_dtype: Literal["bfloat16"] | None = None
     """Dtype of copies of the layers' weights that stages keep and data shards gather. They are cast
     once per step, not by every layer for every microbatch. It must be the model's own dtype.
@@ -181,9 +181,9 @@ class PipelineConfig(Section):
     fp8: str | None = None
     """Weights of layers whose matmuls run in 8-bit floats: patterns of their paths, such as
     "*kernel", or "*mlp*kernel,*qkv/kernel" for some. They are quantized and gathered in E4M3.
-    Activations are quantized in E4M3, and gradients at a matmul's output in E5M2. Layers must be
-    alike, at least at each place of all chunks, and may only multiply by these weights, which
-    excludes norms, and experts without model.capacity_factor. `jaxpipe plan` keeps the patterns and
+    Activations are quantized in E4M3, and gradients at a matmul's output in E5M2. Layers that
+    differ are unrolled, and layers may only multiply by these weights, which excludes norms, and
+    experts without model.capacity_factor. `jaxpipe plan` keeps the patterns and
     predicts with them."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA flags for GPUs that the trainer sets: all that a pipeline needs, all but the one that

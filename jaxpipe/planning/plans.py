@@ -13,13 +13,13 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
 
 from jaxpipe.planning.devices import Cluster
-from jaxpipe.planning.sizes import ModelSizes, Sizes, Variant
-from jaxpipe.runtime.defaults import UNROLLED_LAYERS
+from jaxpipe.planning.sizes import LayerSizes, ModelSizes, Sizes, Variant
+from jaxpipe.runtime.defaults import Room, Size, room, weights
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import Lowering
@@ -271,12 +271,23 @@ class PlacedPlan:
     @cached_property
     def stage_parameters(self) -> float:
         """Parameters of the layers of a stage on a device, not sharded over data."""
-        return self.plan.chunks * self.layers_per_chunk * self.layer_parameters
+        return self.plan.chunks * self.layers_per_chunk * self._room * self.layer_parameters
 
     @cached_property
     def stage_part(self) -> float:
         """The part of the layers of a stage that ZeRO leaves a device."""
-        return self.plan.chunks * self.layers_per_chunk * self.layer_part
+        return self.plan.chunks * self.layers_per_chunk * self._room * self.layer_part
+
+    @cached_property
+    def _room(self) -> float:
+        """The room for a layer on all stages, relative to the mean layer."""
+        if len(self.sizes.layers) == 1:
+            return 1.0
+        plan = self.plan
+        found = _room(self.model, self.variant, plan.stage, plan.chunks)
+        most = found.unrolled if plan.weights == "unrolled" else found.packed
+        layers = plan.chunks * math.ceil(self.model.num_layers / plan.num_chunks)
+        return most / (layers * self.layer_parameters)
 
     @cached_property
     def outer_parameters(self) -> float:
@@ -557,13 +568,26 @@ def families(
 
 
 @functools.cache
-def _alike_by_place(kind_of: tuple[int, ...], stages: int, chunks: int) -> bool:
-    """Whether all chunks have the same kinds of layers at the same places."""
-    counts = partition([1.0] * len(kind_of), looped(stages, num_chunks=chunks))
+def _room(model: ModelSizes, variant: Variant, stages: int, chunks: int) -> Room:
+    """The room of layers in equal chunks; places share arrays of one shape."""
+    sizes = model.variants[variant]
+    placement = looped(stages, num_chunks=chunks)
+    counts = partition([1.0] * model.num_layers, placement)
     ends = itertools.accumulate(counts)
-    of_chunks = [kind_of[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    longest = max(of_chunks, key=len)
-    return all(kinds == longest[: len(kinds)] for kinds in of_chunks)
+    of_chunks = [sizes.kind_of[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    of_stages = [[of_chunks[n] for n in numbers] for numbers in placement.virtual_stages]
+    return room(of_stages, list(map(_arrays, sizes.layers)))
+
+
+def _arrays(layer: LayerSizes) -> dict[Hashable, Size]:
+    """A layer's arrays by shape, in elements; those that an expert axis splits are apart."""
+    groups = {"": layer.shapes, "experts": layer.expert_shapes}
+    return {
+        (group, shape, n): Size(group, math.prod(shape))
+        for group, shapes in groups.items()
+        for shape, count in Counter(shapes).items()
+        for n in range(count)
+    }
 
 
 @functools.cache
@@ -582,11 +606,11 @@ def _families(
 ) -> Iterator[Family]:
     """Yields schedules and replicas of one mesh, microbatch and policy, with their options."""
     stage, data, context, tensor, expert, slices, microbatches, rows = shape
-    few = -(-model.num_layers // stage) <= UNROLLED_LAYERS
     near = max(1, cluster.per_host // (context * tensor))
     replicated = data > near > 1 and data % near == near % expert == 0
     replicas = (1, data // near) if replicated else (1,)
-    ends = who_computes_ends(model, Variant(context, tensor, remat, expert, slices), stage)
+    variant = Variant(context, tensor, remat, expert, slices)
+    ends = who_computes_ends(model, variant, stage)
     allowed: dict[tuple[int, bool], list[str]] = {}
     for name, searched in SCHEDULES.items():
         if stage == 1 and name not in _WITHOUT_STAGES:
@@ -605,16 +629,19 @@ def _families(
     for ((chunks, _), names), replica in itertools.product(allowed.items(), replicas):
         levels = [Zero.NOTHING] if data * context == 1 else list(Zero)
         zeros = levels if replica == 1 else levels[1:]
-        alike = _alike_by_place(model.kind_of, stage, chunks)
-        if not alike and model.quantizes:
-            excluded["places"] += len(names)
-            continue
-        weights = "unrolled" if few and alike else "stacked"
+        layout = weights(
+            platform="gpu",
+            in_excess=_room(model, variant, stage, chunks).in_excess,
+            num_layers=model.num_layers,
+            num_stages=stage,
+        )
+        if len(model.variants[variant].layers) > 1 and model.quantizes:
+            layout = "unrolled"
         yield [
             PlacedPlan(
                 Plan(
                     *(stage, data, context, tensor, replica, name, chunks, microbatches, rows),
-                    *(remat, zero, slots, weights, host, expert, at_ends, slices),
+                    *(remat, zero, slots, layout, host, expert, at_ends, slices),
                 ),
                 model,
                 cluster,

@@ -37,7 +37,6 @@ MARGIN = 1.08
 REASONS = {
     "rows": "rows, shards and microbatches do not divide the batch",
     "layers": "fewer layers than chunks",
-    "places": "layers at one place of the chunks differ, which 8-bit weights do not allow",
     "memory": "more memory than the limit",
     "compiled": "compiles into more memory than the limit",
     "schedule": "the schedule refuses this number of microbatches",

@@ -228,7 +228,8 @@ class ModelSizes:
         variants = [
             variant._asdict() | {"sizes": sizes} for variant, sizes in self.variants.items()
         ]
-        return json.dumps(vars(self) | {"variants": variants}) + "\n"
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(fields | {"variants": variants}) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> ModelSizes:

@@ -86,20 +86,19 @@ def arguments(
 def _places(
     model: Model, params: Params, schedule: Schedule, options: Options
 ) -> Iterator[Problem]:
-    """Yields options that need layers which are alike, or alike at each place of all chunks."""
+    """Yields options that need arrays for every layer, where these cannot have them."""
     if model.layers_are_alike or not (names := options.of_places):
         return
-    misplaced = options.misplaced(model, params, schedule)
+    misread = options.misread(params, schedule)
     for name in names:
         value = getattr(options, name)
-        if misplaced is not None:
+        if misread is not None:
             rule = (
-                "needs layers that are alike, or alike at each place of all chunks: layers {} and "
-                "{}, at the same place, differ in function or parameters, or in which of these are "
-                "trained, rounded or split"
+                "needs one dtype for each array that layers at the same place of their chunks "
+                "share, and layers {} and {} read one in different dtypes"
             )
             nearest = {"weights": "stacked"} if name == "weights" else (None,)
-            yield Problem(name, value, rule.format(*misplaced), nearest)
+            yield Problem(name, value, rule.format(*misread), nearest)
         elif options.weights == "stacked":
             rule = "cannot be combined with $weights if layers differ"
             others = {"weights": "stacked"}

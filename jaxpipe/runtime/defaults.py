@@ -1,13 +1,70 @@
-"""Defaults that depend on the devices. The planner knows them without jax."""
+"""Defaults that depend on the devices and on layers. The planner knows them without jax."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 UNROLLED_LAYERS = 16
 """Layers per stage up to which one array per layer is worth compiling (studies/h100.md)."""
+MOST_EXCESS = 0.1
+"""Most of the room of packed layers that unrolled ones may take in excess (design/014)."""
 
 
-def weights(*, platform: str, alike: bool, num_layers: int, num_stages: int) -> str:
+class Size(NamedTuple):
+    """Bytes of an array, and the group of those that may lie behind each other in one array."""
+
+    group: Hashable
+    bytes: int
+
+
+Sizes: TypeAlias = Mapping[Any, Size]
+"""A layer's arrays; layers at one place share those that are equal."""
+
+
+class Room(NamedTuple):
+    """Bytes of a stage's layers on a device: unrolled, and packed."""
+
+    unrolled: int
+    packed: int
+
+    @property
+    def in_excess(self) -> bool:
+        """Whether unrolled layers take too much more than packed ones."""
+        return self.unrolled > (1 + MOST_EXCESS) * self.packed
+
+
+def weights(*, platform: str, in_excess: bool, num_layers: int, num_stages: int) -> str:
     """The layout of a stage's weights: "stacked" or "unrolled"."""
     few = num_layers <= UNROLLED_LAYERS * num_stages
-    return "unrolled" if platform == "gpu" and alike and few else "stacked"
+    return "unrolled" if platform == "gpu" and not in_excess and few else "stacked"
+
+
+def room(stages: Sequence[Sequence[Sequence[int]]], layers: Sequence[Sizes]) -> Room:
+    """Computes the room of layers that may differ.
+
+    Unrolled, a place of all chunks has the arrays of every layer that a chunk has there. Packed, a
+    stage has room, in every group, for the layers of the stage that has most. Places that a shorter
+    chunk misses count as used, since layers that are alike have room there, too: if all layers at
+    each place are alike, both take the same.
+
+    Args:
+      stages: of every stage its chunks, and of these their layers, by number.
+      layers: the arrays of every layer on a device.
+    """
+    chunks = [chunk for stage in stages for chunk in stage]
+    at_places = [
+        {chunk[place] for chunk in chunks if place < len(chunk)}
+        for place in range(max(map(len, chunks)))
+    ]
+    arrays = [{key: size for n in at for key, size in layers[n].items()} for at in at_places]
+    packed = 0
+    for group in {size.group for layer in layers for size in layer.values()}:
+        own = [sum(n for of, n in layer.values() if of == group) for layer in layers]
+        most = [max(own[n] for n in at) for at in at_places]
+        packed += max(
+            sum(sum(own[n] for n in chunk) + sum(most[len(chunk) :]) for chunk in stage)
+            for stage in stages
+        )
+    return Room(len(stages[0]) * sum(size.bytes for at in arrays for size in at.values()), packed)
 
 
 def weight_slots(platform: str) -> int:

@@ -194,7 +194,7 @@ def _smallest(pipe: Pipeline) -> Pipeline:
         params["layers"] = jax.tree.map(
             lambda w: jax.ShapeDtypeStruct((num_layers, *w.shape[1:]), w.dtype), params["layers"]
         )
-    elif pipe.options.weights == "unrolled":  # alike at the places of these chunks alone
+    elif pipe.options.weights == "unrolled":  # other chunks have other layers at a place
         chunks, layer_counts = pipe.schedule.num_chunks, pipe.options.layer_counts
     fused = Kind.BW in pipe.table.passes
     slices = pipe.schedule.num_slices

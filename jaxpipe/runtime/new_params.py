@@ -251,8 +251,8 @@ class _Layers:
         """A device's arrays with one more layer."""
         if not isinstance(self._layout.layers, Unrolled):
             return self._write(arrays, part, at, example=self._alike(n))
-        row = at[1] * self._layout.layers.num_pieces + at[2]
-        return arrays | {row: jax.tree.map(lambda w: w[None], part)}
+        layers, own = self._layout.layers, jax.tree.map(lambda w: w[None], part)
+        return layers.write(arrays, layers.layer_at(at, n), own)
 
     def _alike(self, n: int) -> int:
         """The first layer that is stored like layer n, so that they share a program."""

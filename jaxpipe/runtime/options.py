@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Iterator, Sequence
 from typing import TypedDict
@@ -10,6 +11,7 @@ from typing import TypedDict
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.tree_util import DictKey
 from jax.typing import DTypeLike
 
 from jaxpipe.runtime import defaults, filters, host
@@ -17,11 +19,12 @@ from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, chosen_remat
-from jaxpipe.runtime.layout.alike import first_misplaced
+from jaxpipe.runtime.layout.leaf import Leaf
+from jaxpipe.runtime.layout.splits import read_splits
 from jaxpipe.runtime.layout.whole_model import LAYOUTS, layer_rows
 from jaxpipe.runtime.mesh import Axes, transfers_overlap
-from jaxpipe.runtime.trees import form_of, is_sequence, num_layers
-from jaxpipe.runtime.types import Params, Tree
+from jaxpipe.runtime.trees import num_layers
+from jaxpipe.runtime.types import Params
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.partition import partition
@@ -42,12 +45,12 @@ class Options:
         weight once, and all-gathers it in this dtype. Layers see the rounded weights in the
         parameters' own dtype, which gradients and updates keep.
       fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
-        "*kernel". Layers may only multiply by these weights, and must be alike as for "unrolled"
-        below. A step quantizes and all-gathers them in E4M3, whatever ``compute_dtype`` is.
+        "*kernel". Layers may only multiply by these weights, and are unrolled if they differ. A
+        step quantizes and all-gathers them in E4M3, whatever ``compute_dtype`` is.
         Activations are quantized to E4M3, and gradients at a matmul's output to E5M2, each scaled
         by its largest value.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
-        ``trainable``, such as "*norm*". Layers must be alike as for "unrolled".
+        ``trainable``, such as "*norm*". Layers that differ are unrolled.
       remat: the residuals that a layer keeps: all ("none"), the outputs of weight matmuls and of
         fused attention ("dots"), or only its input ("full"). "auto" is "dots" on GPUs, which
         recompute the rest faster than they move it, and otherwise "none".
@@ -55,10 +58,11 @@ class Options:
         context: none (0), optimizer state (1), also gradients (2), also weights (3).
       weights: the layout of a stage's weights. "stacked" is one array per parameter, for any
         depth; layers that differ share flat arrays. "unrolled" is one array per layer, which saves
-        GPUs copies of weights and residuals. It needs layers that are alike, or alike at each place
-        of all chunks. Its program grows with the layers of a stage and, up to a limit, with the
-        residuals kept at once. "auto" is unrolled on GPUs, up to 16 layers per stage, and where
-        layers differ and another option needs it.
+        GPUs copies of weights and residuals. If layers differ, every place of a chunk has the
+        arrays of all layers that some chunk has there. Its program grows with the layers of a stage
+        and, up to a limit, with the residuals kept at once. "auto" is unrolled on GPUs, up to 16
+        layers per stage, if layers that differ take at most 10% more memory so, and where layers
+        differ and another option needs it.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, at least as many as a tick uses. With 2 or more, chunks move over data
         under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
@@ -68,8 +72,8 @@ class Options:
         a full stage, such as 2.5, whose residuals a device keeps at once: of the others, those that
         wait longest move to the host and back while layers run. Layers must be alike.
       pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
-        one loop, so that matmuls of one hide communication of the other. Layers must be alike as
-        for "unrolled". By default True on GPUs if layers use mesh axes.
+        one loop, so that matmuls of one hide communication of the other. Layers that differ are
+        unrolled. By default True on GPUs if layers use mesh axes.
       layer_counts: layers of each virtual stage, in model order; by default as equal as possible.
       poison: fills bubbles with NaN, for tests.
     """
@@ -127,7 +131,7 @@ class Options:
 
     @property
     def of_places(self) -> list[str]:
-        """Names what was chosen of the options that need layers which are alike at each place."""
+        """Names what was chosen of the options that need arrays for every layer."""
         chosen = {
             "weights": self.weights == "unrolled",
             "fp8": self.fp8 != (),
@@ -136,25 +140,44 @@ class Options:
         }
         return [name for name, needed in chosen.items() if needed]
 
-    def misplaced(self, model: Model, params: Params, schedule: Schedule) -> tuple[int, int] | None:
-        """Finds two layers at one place of their chunks that differ in function, parameters, how
-        axes split these or in which dtypes they are read; None if layers can be unrolled."""
+    def misread(self, params: Params, schedule: Schedule) -> tuple[int, int] | None:
+        """Finds two layers that would share an array at a place of their chunks, but read it in
+        different dtypes; None if layers can be unrolled."""
+        read: dict[tuple[object, ...], tuple[int, jnp.dtype]] = {}
+        for chunks in self._stages(params, schedule):
+            for place, n in itertools.chain(*map(enumerate, chunks)):
+                one = {"layers": {n: params["layers"][n]}}
+                for path, w in jax.tree.leaves_with_path(one):
+                    dtype = self.dtype_of(filters.name_of(path), w)
+                    array = (place, *path[2:], w.shape, w.dtype)
+                    first, other = read.setdefault(array, (n, dtype))
+                    if other != dtype:
+                        return first, n
+        return None
+
+    def _in_excess(
+        self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule, params: Params
+    ) -> bool:
+        """Whether unrolled layers take too much room."""
         if model.layers_are_alike:
-            return None
-        counts = self.layer_counts or partition([1] * len(params["layers"]), schedule.placement)
-        split: Tree = (model.axis_split or {}).get("layers")
-        parts = [part["layers"] for part in filters.split_trainable(params, self.trainable)]
-        dtypes = jax.tree.map_with_path(
-            lambda path, w: self.dtype_of(filters.name_of(path), w), {"layers": params["layers"]}
-        )
-        of_layers = [
-            (
-                *(model.layer_function(n), form_of(own), jax.tree.leaves(dtypes["layers"][n])),
-                split[n] if is_sequence(split) else split,
-            )
-            for n, own in enumerate(zip(*parts, strict=True))
+            return False
+        splits = read_splits(model.axis_split, params, mesh, axes).part(DictKey("layers"))
+
+        def size(leaf: Leaf) -> defaults.Size:
+            own = leaf.local.struct()
+            return defaults.Size((leaf.dtype, leaf.apart), own.size * own.dtype.itemsize)
+
+        layers = [
+            {array: size(array[1]) for array in jax.tree.leaves_with_path(layer)}
+            for layer in jax.tree.map_with_path(splits.leaf, params["layers"])
         ]
-        return first_misplaced(layer_rows(schedule.placement, counts), of_layers)
+        return defaults.room(self._stages(params, schedule), layers).in_excess
+
+    def _stages(self, params: Params, schedule: Schedule) -> list[list[list[int]]]:
+        """The chunks of every stage, as numbers of layers."""
+        counts = self.layer_counts or partition([1] * len(params["layers"]), schedule.placement)
+        rows = layer_rows(schedule.placement, counts)
+        return [[[n for n in chunk if n >= 0] for chunk in stage] for stage in rows.tolist()]
 
     def on(
         self, mesh: Mesh, axes: Axes, model: Model, schedule: Schedule, params: Params
@@ -166,7 +189,7 @@ class Options:
         elif weights == "auto":
             weights = defaults.weights(
                 platform=platform,
-                alike=self.misplaced(model, params, schedule) is None,
+                in_excess=self._in_excess(mesh, axes, model, schedule, params),
                 num_layers=num_layers(params["layers"]),
                 num_stages=schedule.num_stages,
             )

@@ -47,7 +47,7 @@ LAYOUTS = {
     ],
     "places": [
         {"schedule": "1f1b", "stage": 4, "weights": "stacked"},
-        {"schedule": "zb-v", "data": 2, "zero": 3, "layer_counts": (2, 0, 2, 1)},
+        {"schedule": "zb-v", "data": 2, "zero": 3, "layer_counts": (1, 0, 2, 2)},
     ],
     "stateful": [
         {"schedule": "1f1b", "stage": 4},

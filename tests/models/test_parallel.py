@@ -150,14 +150,18 @@ FEW = {
         dataclasses.replace(DEEPSEEK, num_layers=1, dense_layers=None, dropout=0.0),
         *("zb-h1", {"stage": 2, "data": 2, "expert": 2}, 3, "dots"),
     ),
-    # Kinds of layers that are alike place by place have an array each.
+    # A place has the arrays of all kinds of layers that chunks have there.
+    "deepseek-dense-first": Case(
+        dataclasses.replace(DEEPSEEK, num_layers=3, mtp_loss=None, dropout=0.0),
+        *("1f1b-fused", {"stage": 2, "data": 2, "expert": 2}, 3, "dots", "unrolled"),
+    ),
     "gemma": Case(
         dataclasses.replace(GEMMA, num_layers=4, dropout=0.0),
         *("1f1b-fused", {"stage": 2, "data": 2}, 3, "dots", "unrolled"),
     ),
     "gemma-in-v": Case(GEMMA, "zb-v", {"stage": 2, "tensor": 2}, 0, "none", "unrolled"),
     "qwen-next": Case(
-        dataclasses.replace(QWEN_DENSE, num_layers=4),
+        dataclasses.replace(QWEN_DENSE, num_layers=5),
         *("1f1b-fused", {"stage": 2, "data": 2}, 3, "dots", "unrolled"),
     ),
     "qwen-next-in-turn": Case(QWEN_DENSE, "interleaved", {"stage": 2}, 0, "none", "unrolled"),
@@ -217,7 +221,13 @@ def check(case: Case) -> None:
 
 
 # Toys have such layers, states, pairs and places; `test_expert_axis` sends tokens in one layer.
-SLOW = ("deepseek", "transformer", "resnet-8-batch-norm", "mixture-sent-to-devices")
+SLOW = (
+    "deepseek",
+    "deepseek-dense-first",
+    "transformer",
+    "resnet-8-batch-norm",
+    "mixture-sent-to-devices",
+)
 SLOW += ("gemma-in-v", "qwen-next", "qwen-next-in-turn")
 
 

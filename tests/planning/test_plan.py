@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from synthetic import FULL, NONE, synthetic
@@ -136,28 +137,25 @@ def test_schedules_keep_at_least_what_searches_say_before_they_are_made(name, st
                 assert plan.in_flight(name) == slots["until_w"]
 
 
-def test_layers_that_differ_are_unrolled_where_all_chunks_have_the_same_kinds_at_their_places():
+def test_layers_that_differ_are_unrolled_where_they_need_little_more_room():
     """Every third of 12 layers is of another kind: chunks of 6 and 3 layers agree, of 4 not."""
     alike = synthetic(NONE, layers=12)
     (variant,), (sizes,) = alike.variants, alike.variants.values()
 
-    def weights(**layer: int) -> tuple[dict[int, str], Counter[str]]:
+    def weights(**layer: Any) -> dict[int, str]:
         layers = sizes.layers[0], sizes.layers[0]._replace(**layer)
         found = sizes._replace(layers=layers, kind_of=(0, 0, 1) * 4)
-        model, excluded = dataclasses.replace(alike, variants={variant: found}), Counter[str]()
-        every = plans.families(model, devices.cluster("h100", 12), [24], excluded)
+        model = dataclasses.replace(alike, variants={variant: found})
+        every = plans.families(model, devices.cluster("h100", 12), [24], Counter())
         chosen = [one.plan for family in every for one in family]
-        return {plan.num_chunks: plan.weights for plan in chosen}, excluded
+        return {plan.num_chunks: plan.weights for plan in chosen}
 
-    found, excluded = weights()
-    assert found == {
-        **dict.fromkeys((1, 2, 4), "unrolled"),
-        **dict.fromkeys((3, 6, 8, 12), "stacked"),
-    }
-    assert not excluded["places"]
-    found, excluded = weights(quantized=100)
-    assert found == dict.fromkeys((1, 2, 4), "unrolled")
-    assert excluded["places"] > 0
+    unrolled = dict.fromkeys((1, 2, 3, 4, 6, 8, 12), "unrolled")
+    shapes = sizes.layers[0].shapes
+    assert weights() == weights(shapes=(*shapes, (2, 2))) == unrolled
+    other = {"shapes": tuple((n + 1, k) for n, k in shapes)}
+    assert weights(**other) == unrolled | dict.fromkeys((3, 6, 8, 12), "stacked")
+    assert weights(**other, quantized=100) == unrolled
 
 
 def test_with_fewer_stages_a_step_is_a_little_shorter():

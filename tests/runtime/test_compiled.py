@@ -387,7 +387,7 @@ def memory_is_predicted(name, remat, zero, **given) -> None:
 
 
 def test_memory_is_predicted_with_the_same_kinds_at_the_same_places():
-    """In equal chunks, these layers would not be alike place by place."""
+    """In equal chunks, places would have layers of both kinds."""
     pipe = toys.pipeline("places", num_layers=6, layer_counts=(4, 2))
     small = memory._smallest(pipe)
     assert small.schedule.num_microbatches == 2

@@ -17,7 +17,7 @@ from covering import covering, some
 from jaxpipe.runtime import assembly
 from jaxpipe.runtime.layers.model import layer_key
 from jaxpipe.runtime.memory import buffers
-from jaxpipe.runtime.tick import setup
+from jaxpipe.runtime.tick import prepare, setup
 from jaxpipe.runtime.trees import num_layers
 from jaxpipe.schedule import Costs, catalog
 
@@ -54,6 +54,11 @@ CASES = [
      {"num_layers": 8, "zero": 3, "weight_slots": 2, "late": True, "remat": "dots"}),
     ("places", "1f1b-fused", {"stage": 2, "data": 2},
      {"num_layers": 6, "layer_counts": (4, 2), "zero": 3, "residuals": "host", "keyed": True}),
+    # Chunks that begin with either kind.
+    ("places", "interleaved", {"stage": 2, "data": 2},
+     {"num_layers": 11, "zero": 3, "weight_slots": 2, "late": True, "room": True}),
+    ("places", "zb-v", {"stage": 2, "data": 2},
+     {"num_layers": 7, "layer_counts": (1, 2, 1, 3), "late": True, "remat": "full"}),
     ("untied", PACED, {"stage": 2, "data": 2},
      {"zero": 3, "microbatches": 4, "late": True, "slices": True}),
 ]
@@ -75,6 +80,10 @@ SLOW = [
     ("adapted tuple", "1f1b", {"stage": 2, "data": 2},
      {"zero": 3, "weights": "unrolled", "weight_slots": 2, "late": True}),
     ("split tuple", "1f1b", {"stage": 2, "data": 2}, {"zero": 2, "remat": "full", "keyed": True}),
+    ("uneven", "1f1b-fused", {"stage": 4, "data": 2},
+     {"zero": 3, "layer_counts": (1, 4, 2, 1), "weights": "unrolled", "keyed": True, "late": True,
+      "room": True}),
+    ("stateful", "zb-v", REPLICAS, {"zero": 2, "weights": "unrolled"}),
 ]
 # fmt: on
 
@@ -90,14 +99,17 @@ SLOW = [
 def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, options, monkeypatch):
     """Devices with tiles keep values of one kind of layers in their shapes, as TPUs do; messages
     are late where devices transfer while they compute, as GPUs do, and there unrolled programs know
-    the slots of what layers keep, and stacked ones do where XLA fuses slices."""
-    changes = {"together", "tiles", "late", "slices"} & options.keys()
+    the slots of what layers keep, and stacked ones do where XLA fuses slices. Kinds of layers share
+    slots whatever room they need."""
+    changes = {"together", "tiles", "late", "slices", "room"} & options.keys()
     options = {key: value for key, value in options.items() if key not in changes}
     if "together" in changes:
         toys.compute_together(monkeypatch)
     if "tiles" in changes:
         monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
     monkeypatch.setattr(setup, "FUSES_SLICES", "slices" in changes)
+    if "room" in changes:
+        monkeypatch.setattr(prepare, "MOST_EXCESS", 9)
     if "late" in changes:
         monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     pipe = toys.check(name, schedule, sizes, **options)

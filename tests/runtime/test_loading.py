@@ -136,6 +136,7 @@ def test_parameters_made_or_read_by_layer_are_those_that_are_placed(layout, plac
         ("untied", {"schedule": "zb-v", "layer_counts": (1, 2, 0, 2)}),
         ("untied", {"schedule": "zb-v", "layer_counts": (1, 2, 0, 2), "weights": "unrolled"}),
         ("adapted tuple", {}),  # not trained, and shared by layers
+        ("uneven", {"weights": "unrolled"}),  # with several kinds at a place
     ],
 )
 def test_every_toy_is_placed_and_comes_back(name, options):

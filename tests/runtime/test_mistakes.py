@@ -310,10 +310,6 @@ MISTAKES = [
 ]
 OPTIONS = [
     ("tied", {"weights": "rows"}, "weights='rows' is not a layout; choose one of auto, stacked"),
-    ("uneven", {"weights": "unrolled"},
-     "weights='unrolled' needs layers that are alike, or alike at each place of all chunks: layers "
-     "0 and 4, at the same place, differ in function or parameters, or in which of these are "
-     "trained, rounded or split.\nNearest valid: weights="),
     ("tied", {"remat": "some"}, "remat='some' is not a policy; choose one of none, dots, full"),
     ("tied", {"residuals": "disk"}, "residuals='disk' is not one of device, host"),
     ("tied", {"zero": 3, "weight_slots": 0},
@@ -333,14 +329,12 @@ OPTIONS = [
     ("tied", {"compute_dtype": "float8_e5m2"}, "'float8_e5m2' needs scales: choose the weights"),
     ("tied", {"fp8": "*kernel"}, "fp8: '*kernel' is the path of no parameter.\nPaths: layers/"),
     ("tied", {"fp8": "*up", "full_precision": "*"}, "fp8='*up' chooses no weight."),
-    ("uneven", {"fp8": "*kernel"}, "fp8='*kernel' needs layers that are alike"),
     ("places", {"fp8": "*up", "weights": "stacked", "num_layers": 8},
      "fp8='*up' cannot be combined with weights='stacked' if layers differ.\n"
      "Nearest valid: weights='unrolled'."),
     ("places", {"compute_dtype": "bfloat16", "full_precision": "*3/gain", "num_layers": 8},
-     "full_precision='*3/gain' needs layers that are alike, or alike at each place of all chunks: "
-     "layers 3 and 7, at the same place, differ in function or parameters, or in which of these "
-     "are trained, rounded or split.\nLeave full_precision out."),
+     "full_precision='*3/gain' needs one dtype for each array that layers at the same place of "
+     "their chunks share, and layers 3 and 7 read one in different dtypes.\nLeave full_"),
     ("tied", {"compute_dtype": "bfloat16", "full_precision": "*norm*"},
      "full_precision: '*norm*' is the path of no parameter"),
     # What is trained.

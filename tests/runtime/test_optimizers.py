@@ -155,10 +155,11 @@ PLACES = {
     "uneven": ("stacked", 2, 2, 1, "stacked"),
     "unrolled": ("stacked", 2, 2, 2, "unrolled"),
     "tuple": ("tuple", 2, 4, 3, "stacked"),
-    "tuple, whole": ("tuple", 4, 1, 0, "stacked"),
+    "tuple, unrolled": ("tuple", 4, 1, 0, "unrolled"),
 }
 OFTEN = {
-    "tuple": {"adafactor", "muon on a plateau", "MultiSteps"},
+    "tuple": {"adafactor", "MultiSteps"},
+    "tuple, unrolled": {"muon on a plateau"},
     "uneven": {"adamw, mask", "many in a chain"},
 }
 CASES = [

@@ -1,5 +1,4 @@
-"""Layers that are alike: stacked in one array per parameter, or unrolled in one per layer, for
-which it is enough that they are alike place by place."""
+"""Layers stacked in one array per parameter, which must be alike, or unrolled in one per layer."""
 
 import abc
 import functools
@@ -123,12 +122,17 @@ class Stacked(_Alike):
 
 
 class _UnrolledPlace(NamedTuple):
-    """A place in unrolled arrays: the row's number, the slot if it is in one, or a share of it."""
+    """A place in unrolled arrays: the row's number, the slot if it is in one, or a share of it; and
+    a layer like the one there, if it is its arrays alone that are meant."""
 
     number: Index
     slot: Slot
     share: Share | None
+    example: int | None = None
 
+
+Array: TypeAlias = tuple[Path, Leaf]
+"""An array of a layer: its path there."""
 
 Rows: TypeAlias = Collection[tuple[int, int]]
 """Rows of a stage: of each its chunk, and its number there."""
@@ -280,37 +284,65 @@ class Unrolled(_Alike):
 
 
 class ByPlace(Unrolled):
-    """Parameters of layers that are alike place by place, unrolled: at each place of a chunk, all
-    chunks of all stages have layers with arrays of the same shapes. Canonical layers are a tree
-    each."""
+    """Parameters of layers that differ, unrolled. Canonical layers are a tree each.
+
+    A place of a chunk has room for every layer that a chunk has there: a list of arrays, those of
+    one layer in the order of its tree, then those of others that differ in name or shape.
+    `jaxpipe.runtime.defaults.room` says how much room that is.
+    """
 
     def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, splits: Splits) -> None:
         self.rows = rows
         _, self.num_chunks, self.num_pieces = rows.shape
-        self._examples = rows.max(axis=(0, 1)).tolist()
         self.canonical = self.piece = jax.tree.map_with_path(splits.leaf, layers)
+        self._arrays = [jax.tree.leaves_with_path(layer) for layer in self.canonical]
+        self._rooms = [self._room(np.unique(at[at >= 0])) for at in np.moveaxis(rows, 2, 0)]
         self.placed = self._chunks(self.num_chunks)
+
+    def _room(self, layers: np.ndarray) -> dict[Array, tuple[int, int]]:
+        """The arrays at a place: of each a layer that has it, and its number there."""
+        found: dict[Array, tuple[int, int]] = {}
+        for layer in layers.tolist():
+            for number, array in enumerate(self._arrays[layer]):
+                found.setdefault(array, (layer, number))
+        return found
 
     def of_layer(self, trees: Tree, example: int) -> Tree:
         return trees[example]
 
     def of_piece(self, trees: Tree, number: Index) -> Tree:
-        return trees[self._examples[number]]
+        flat = {n: self._flat(trees[n], n) for n, _ in self._rooms[number].values()}
+        return [flat[layer][n] for layer, n in self._rooms[number].values()]
+
+    def _flat(self, tree: Tree, example: int) -> list[Tree]:
+        structure: Tree = jax.tree.structure(self.canonical[example])
+        return list(structure.flatten_up_to(tree))
 
     @property
     def pieces(self) -> Sequence[Leaves]:
-        return [self.piece[n] for n in self._examples]
+        return [self.of_piece(self.piece, n) for n in range(self.num_pieces)]
 
+    def layer_at(self, at: At, example: int, *, slot: Slot = None) -> _UnrolledPlace:
+        return self.piece_at(at, slot=slot)._replace(example=example)
 
-def first_misplaced(rows: np.ndarray, of_layers: Sequence[object]) -> tuple[int, int] | None:
-    """Finds two layers at one place of their chunks, by canonical number, of which something
-    differs; None if everything is alike place by place."""
-    for place in rows.reshape(-1, rows.shape[2]).T:
-        first, *others = place[place >= 0].tolist()
-        for n in others:
-            if of_layers[n] != of_layers[first]:
-                return first, n
-    return None
+    def _numbers(self, place: _UnrolledPlace, example: int) -> list[int]:
+        """Numbers of a layer's arrays in the room of its place."""
+        numbers = {array: n for n, array in enumerate(self._rooms[place.number % self.num_pieces])}
+        return [numbers[array] for array in self._arrays[example]]
+
+    def read(self, arrays: Arrays, place: _UnrolledPlace) -> Stored:
+        room, example = super().read(arrays, place), place.example
+        if example is None:
+            return room
+        own = [room[n] for n in self._numbers(place, example)]
+        return jax.tree.unflatten(jax.tree.structure(self.canonical[example]), own)
+
+    def write(self, arrays: Arrays, place: _UnrolledPlace, values: Stored) -> Arrays:
+        if place.example is not None:
+            own = self._flat(values, place.example)
+            new = dict(zip(self._numbers(place, place.example), own, strict=True))
+            values = [new.get(n, w) for n, w in enumerate(arrays[place.number % len(arrays)])]
+        return super().write(arrays, place, values)
 
 
 def _joined(arrays: Arrays, own: Arrays) -> Arrays:

@@ -18,6 +18,7 @@ and the program a loop for every slot (`jaxpipe.runtime.tick.layer_passes`).
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxpipe.runtime.defaults import Size
 from jaxpipe.runtime.host import to_devices, to_host
 from jaxpipe.runtime.indices import start_at, unit_of
 from jaxpipe.runtime.types import Arrays, At, Index, Message, Shapes
@@ -56,11 +58,20 @@ class Piece(NamedTuple):
     parts: int
 
 
-def kinds_of_places(layers: np.ndarray) -> list[int] | None:
-    """The kind of the layers at each place of a chunk, from ``layers`` as of `SharedBuffers`; None
-    if some differ there."""
-    kinds = layers.max(axis=(0, 1))
-    return kinds.tolist() if ((layers == kinds) | (layers < 0)).all() else None
+def kinds_at_places(layers: np.ndarray) -> list[list[int]]:
+    """The kinds of the layers at each place of a chunk, from ``layers`` as of `SharedBuffers`."""
+    return [np.unique(at[at >= 0]).tolist() for at in np.moveaxis(layers, 2, 0)]
+
+
+def values_in_room(shapes: Shapes) -> dict[tuple[int, jnp.dtype, int], Size]:
+    """A layer's values as layers of other kinds share their arrays: each with its size, dtype and
+    number among those alike."""
+    counts, found = Counter[tuple[int, jnp.dtype]](), dict[tuple[int, jnp.dtype, int], Size]()
+    for leaf in shapes:
+        form = leaf.size, leaf.dtype
+        found[*form, counts[form]] = Size(leaf.dtype, leaf.size * leaf.dtype.itemsize)
+        counts[form] += 1
+    return found
 
 
 class SharedBuffers:
@@ -83,8 +94,10 @@ class SharedBuffers:
         on_host: bool = False,
     ) -> None:
         self.on_host, self._tiled = on_host, tiled
-        self._places = kinds_of_places(layers)
-        if self._places is not None:
+        places = kinds_at_places(layers)
+        self._places = None
+        if all(len(at) == 1 for at in places):
+            self._places = [kind for (kind,) in places]
             of_kinds = [(kind, leaf) for kind, leaves in enumerate(kinds) for leaf in leaves]
             self._dtypes = [leaf.dtype for _, leaf in of_kinds]
             self._stored = [leaf.shape if tiled else (leaf.size,) for _, leaf in of_kinds]
@@ -238,32 +251,36 @@ def _shape(size: int, unit: int) -> tuple[int, ...]:
 
 
 class KnownSlots:
-    """Buffers whose slots the program knows, for layers of one kind at each place: every value has
-    a flat array of its own in every slot, and for every layer, into which a kernel can write it.
+    """Buffers whose slots the program knows: every value has a flat array of its own in every slot,
+    and for every layer, into which a kernel can write it.
 
     The buffers are a dictionary from ``slot * layers + layer`` to the values of that layer; if they
-    are stacked, from slots to the values of all layers, ``[layers, size]``.
+    are stacked, from slots to the values of all layers, ``[layers, size]``. Where a layer may be of
+    several kinds, these share arrays of one size and dtype.
 
     Args:
       kinds: for every kind, the shapes of a layer's values.
-      places: the kind of the layer at each place of the largest chunk.
+      places: the kinds that a layer may be of, at each place of the largest chunk.
       stacked: whether the layers of a chunk, of one kind, share arrays.
     """
 
     on_host = False
 
-    def __init__(self, kinds: Sequence[Shapes], places: Sequence[int], *, stacked: bool) -> None:
+    def __init__(
+        self, kinds: Sequence[Shapes], places: Sequence[Sequence[int]], *, stacked: bool
+    ) -> None:
         self._kinds, self._places, self._stacked = kinds, places, stacked
+        self._values = list(map(values_in_room, kinds))
+        self._rooms = [list(dict.fromkeys(v for k in at for v in self._values[k])) for at in places]
 
     def shapes(self, slots: int) -> dict[int, list[jax.ShapeDtypeStruct]]:
         """Shapes of the arrays."""
         rows = (len(self._places),) if self._stacked else ()
-        of_kinds = [
-            [jax.ShapeDtypeStruct((*rows, leaf.size), leaf.dtype) for leaf in leaves]
-            for leaves in self._kinds
+        rooms = [
+            [jax.ShapeDtypeStruct((*rows, size), dtype) for size, dtype, _ in room]
+            for room in (self._rooms[:1] if self._stacked else self._rooms)
         ]
-        places = self._places[:1] if self._stacked else self._places
-        return dict(enumerate([of_kinds[kind] for kind in places] * slots))
+        return dict(enumerate(rooms * slots))
 
     def filled(self, slots: int, fill: Callable[[jax.ShapeDtypeStruct], jax.Array]) -> Arrays:
         """Makes the arrays, filled with what ``fill`` makes of a shape."""
@@ -280,16 +297,27 @@ class KnownSlots:
 
     def read(self, buffers: Arrays, kind: int, slot: int, at: At) -> list[jax.Array]:
         """As `SharedBuffers.read`."""
-        own = buffers[self._number(slot, at[2])]
-        own = at_slot(own, at[2]) if self._stacked else own
-        return [w.reshape(leaf.shape) for w, leaf in zip(own, self._kinds[kind], strict=True)]
+        room = buffers[self._number(slot, at[2])]
+        room = at_slot(room, at[2]) if self._stacked else room
+        numbers = self._in_room(kind, at[2])
+        return [
+            room[n].reshape(leaf.shape) for n, leaf in zip(numbers, self._kinds[kind], strict=True)
+        ]
 
     def write(
         self, buffers: Arrays, kind: int, slot: int, at: At, values: Sequence[jax.Array]
     ) -> Arrays:
         """As `SharedBuffers.write`."""
-        own, number = [w.reshape(-1) for w in values], self._number(slot, at[2])
-        return buffers | {number: put_slot(buffers[number], at[2], own) if self._stacked else own}
+        number, own = self._number(slot, at[2]), [w.reshape(-1) for w in values]
+        if self._stacked:
+            return buffers | {number: put_slot(buffers[number], at[2], own)}
+        new = dict(zip(self._in_room(kind, at[2]), own, strict=True))
+        return buffers | {number: [new.get(n, w) for n, w in enumerate(buffers[number])]}
+
+    def _in_room(self, kind: int, layer: Index) -> list[int]:
+        """Numbers of a kind's values in the room of a layer."""
+        room = self._rooms[0 if self._stacked else layer]
+        return list(map(room.index, self._values[kind]))
 
     def _number(self, slot: int, layer: Index) -> Index:
         return slot if self._stacked else slot * len(self._places) + layer

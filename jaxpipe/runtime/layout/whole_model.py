@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.tree_util import DictKey
 
 from jaxpipe.runtime.layers.model import Model
-from jaxpipe.runtime.layout.alike import ByPlace, Stacked, Unrolled, first_misplaced
+from jaxpipe.runtime.layout.alike import ByPlace, Stacked, Unrolled
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.layout.leaf import Leaf, MeshLayout
 from jaxpipe.runtime.layout.moving import LayersOnMesh
@@ -302,8 +302,8 @@ def _layers(layers: Shapes, params: Layout) -> LayerLayout:
     own = tuple(params.layers.canonical_of(n) for n in range(params.num_layers))
     forms = list(map(form_of, layers))
     if is_sequence(params.layers.canonical) or any(form != forms[0] for form in forms):
-        agree = like is ByPlace and first_misplaced(rows, forms) is None
-        return (ByPlace if agree else Packed)(layers, rows, _splits(layers, own, params))
+        differing = ByPlace if like.own_arrays else Packed
+        return differing(layers, rows, _splits(layers, own, params))
 
     def stacked(w: Tree) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((len(layers), *w.shape), w.dtype)

@@ -11,13 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.defaults import room
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.jaxprs import collectives, dependent, read_leaves
 from jaxpipe.runtime.layers.kinds import Layers, barred, sort_layers
 from jaxpipe.runtime.layers.model import output_shapes
 from jaxpipe.runtime.layers.split import split_layer
-from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers, kinds_of_places
+from jaxpipe.runtime.layout.buffers import (
+    KnownSlots,
+    SharedBuffers,
+    kinds_at_places,
+    values_in_room,
+)
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.tick.fixed import (
@@ -151,13 +157,17 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
       kind_of: as for `SharedBuffers`.
     """
     setup, buffers = fixed.setup, dict[str, SharedBuffers | KnownSlots]()
-    places = kinds_of_places(kind_of)
     on_host = RESIDUALS_OF_F if setup.options.residuals == "host" else ()
     on_device, parts = setup.options.residuals == "device", setup.table.residual_parts
     apart = fixed.params.own_arrays or len(fixed.layers.kinds) == 1  # several share no stack
-    known = _known(fixed) if places and apart and setup.knows_chunks and on_device else ()
+    known = _known(fixed) if apart and setup.knows_chunks and on_device else ()
+    chunks = [
+        [[kind for kind in one if kind >= 0]]
+        for one in kind_of.reshape(-1, kind_of.shape[2]).tolist()
+    ]
     for name, values in _left_behind(fixed.layers, setup).items():
-        if places and name in known:
+        if name in known and not room(chunks, list(map(values_in_room, values))).in_excess:
+            places = kinds_at_places(kind_of)
             buffers[name] = KnownSlots(values, places, stacked=fixed.loops_in_chunk)
         else:
             buffers[name] = SharedBuffers(
@@ -179,7 +189,9 @@ def _known(fixed: Fixed) -> tuple[str, ...]:
     def fits(known: tuple[str, ...]) -> bool:
         """Counts the layers in the loops of all bodies of ticks."""
         copies = sum(
-            1 if fixed.loops_in_chunk else cell["layers"]
+            1
+            if fixed.loops_in_chunk
+            else sum(len(fixed.kinds_at(cell["chunk"], layer)) for layer in range(cell["layers"]))
             for parts in fixed.bodies[0]
             for kind in filter(parts.has, passes)
             for cell in fixed.cells(kind, known, parts).values()
