@@ -87,7 +87,8 @@ class Case:
     stage, where the vocabulary lies (split over all stages, at the ends of the pipeline, there
     beside "equal" chunks, or where the trainer puts it, "auto"), whether matmuls of weights run in
     8-bit floats, data shards, and the kinds of layers: one; two of equal work in turn; linear
-    attention, as Qwen3-Next has it; or that and full attention in every fourth layer, "hybrid".
+    attention, as Qwen3-Next has it; that and full attention in every fourth layer, "hybrid";
+    mixtures of experts, of which the first three layers may be dense.
     """
 
     hosts: int
@@ -108,6 +109,11 @@ class Case:
         """The model, but for its depth."""
         if self.kinds in ("one", "two"):
             return CONFIG
+        if self.kinds.startswith("experts"):
+            dense = 3 if self.kinds.endswith("dense first") else None
+            return dataclasses.replace(
+                CONFIG, num_experts=32, expert_width=2048, capacity_factor=1.25, dense_layers=dense
+            )
         every = 4 if self.kinds == "hybrid" else None
         return dataclasses.replace(
             CONFIG, linear_heads=16, linear_value_heads=32, global_every=every

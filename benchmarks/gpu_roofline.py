@@ -89,6 +89,7 @@ LIMITS = {
     "1x8 1f1b-fused, unrolled, dots": Limits(1.05, 0, 0.035),
     "1x8 1f1b-fused, unrolled, full": Limits(1.32, 0, 0.03),
     "1x8 1f1b-fused, unrolled, dots, layers of two": Limits(1.05, 0, 0.035),
+    "1x8 1f1b-fused, unrolled, dots, layers of two, in threes": Limits(1.08, 0, 0.035),
     "1x8 1f1b-fused, stacked, dots": Limits(1.38, 405, 0.03),
     "1x8 1f1b, unrolled": Limits(1.45, 0, 0.03),
     "1x8 1f1b, unrolled, dots": Limits(1.05, 0, 0.03),
@@ -138,11 +139,14 @@ def cases() -> list[Case]:
     ]
     # Stacked layers that differ are packed. Ratios are to the GPT with full attention alone.
     differ = [
-        change(case, schedule="1f1b-fused", kinds=kinds, weights=weights)
-        for kinds, weights in (
-            ("two", "stacked"), ("two", "unrolled"),
-            ("linear", "unrolled"), ("hybrid", "stacked"), ("hybrid", "unrolled"),
+        change(case, schedule="1f1b-fused", kinds=kinds, layers=count, weights=weights)
+        for kinds, count, layouts in (
+            ("two", 4, ("stacked", "unrolled")), ("two", 3, ("unrolled",)),
+            ("linear", 4, ("unrolled",)),
+            ("hybrid", 4, ("stacked", "unrolled")), ("hybrid", 3, ("unrolled",)),
+            ("experts", 4, ("unrolled",)), ("experts, dense first", 4, ("stacked", "unrolled")),
         )
+        for weights in layouts
     ]  # fmt: skip
     return layers + steps + schedules + differ
 
@@ -154,6 +158,7 @@ def label(case: Case) -> str:
     ends = chosen.get(case.vocabulary, "")
     gpus = f"{case.hosts}x8" if case.data > 1 else f"{case.stages} stages"
     kinds = f", layers of {case.kinds}" if case.kinds != "one" else ""
+    kinds += ", in threes" if kinds and case.layers == 3 else ""
     return f"{gpus} {case.schedule}{zero}, {case.weights}{remat}{ends}{kinds}"
 
 
