@@ -113,6 +113,7 @@ def test_pipelines_compute_the_layers_of_the_paper(schedule, vocabulary, remat):
         meshes=[jaxpipe.make_mesh(stage=2, data=2, tensor=2)],
         microbatches=4,
         reference=functools.partial(jaxpipe.unpipelined.loss, reference()),
+        floor=3e-3,  # the gradient of a scale is small beside the terms that it sums
         zero=3,
         remat=remat,
     )
