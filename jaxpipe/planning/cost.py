@@ -22,7 +22,7 @@ from jaxpipe.planning.plans import MASTER_BYTES, Links, PlacedPlan, Plan, Progra
 from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay, work_of
-from jaxpipe.schedule.lowering.table import NONE
+from jaxpipe.schedule.lowering.table import NONE, TickTable
 from jaxpipe.schedule.simulate import Costs
 
 RESIDUALS_KEPT = ("until_b", "until_w")
@@ -162,7 +162,7 @@ def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
 
 
 Slots = Mapping[str, float]
-"""Slots of the tick loop's buffers, as in `TickTable.num_slots`; messages "sent" late; chunks of
+"""Slots of the tick loop's buffers, as in `TickTable.num_slots`; messages "handed" on; chunks of
 "gathers" and "reduces", and layers that are "gathering" and "reducing" while others run."""
 
 
@@ -174,8 +174,16 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
         count / shares for count, shares in (gathers.most_moved, reduces.most_moved)
     )
     moved = {"gathers": gathers.num_slots, "reduces": reduces.num_slots}
-    moving = {"gathering": gathering, "reducing": reducing}
+    moving = {"gathering": gathering, "reducing": reducing, "handed": _handed(placed.plan, table)}
     return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
+
+
+def _handed(plan: Plan, table: TickTable) -> int:
+    """Counts the messages that layers hand on and that are kept between ticks: those that travel
+    late, or, where the program knows its chunks, all."""
+    if plan.weights == "unrolled" and not plan.overlaps:
+        return 1 if table.one_message else 2
+    return len({channel.kind for channel in table.channels if channel.late_edges})
 
 
 @lru_cache(maxsize=4096)
@@ -188,13 +196,13 @@ def least_bytes(
     """
     plan = placed.plan
     moved = min(plan.weight_slots, plan.chunks)
-    least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0}
+    least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0, "handed": 0}
     if program is not None:
         return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
     names = among or (plan.schedule,)
     kept = dict.fromkeys(RESIDUALS_KEPT, min(plan.in_flight(name) for name in names))
     crossing = min(plan.crossing(name) for name in names)
-    slots = {**kept, "crossing": crossing, "x": 1, "dy": 1, "sent": 0}
+    slots = {**kept, "crossing": crossing, "x": 1, "dy": 1}
     slots |= dict.fromkeys(CARRIED, plan.chunks)
     return sum(_bytes(placed, {**slots, **least}).values())
 
@@ -202,13 +210,12 @@ def least_bytes(
 @lru_cache(maxsize=4096)
 def _slots_of_order(program: Program) -> Slots:
     """Counts the slots that do not depend on what moves over data."""
-    late = {c.kind for c in plans.lowering_of(program.shorter()[0][0]).channels if c.late_edges}
 
     def slots(name: str) -> float:
         return grown(program, lambda short: plans.lowering_of(short).num_slots[name])
 
     names = [*RESIDUALS_KEPT, "crossing", "x", "dy", *(CARRIED if program.slices > 1 else ())]
-    return dict.fromkeys(CARRIED, 0) | {name: slots(name) for name in names} | {"sent": len(late)}
+    return dict.fromkeys(CARRIED, 0) | {name: slots(name) for name in names}
 
 
 def _residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
@@ -231,7 +238,7 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     gathered_outer = outer if plan.zero.shards_weights or plan.ends else 0.0
     sums = slots["reduces"] * chunk if plan.zero.shards_gradients else stage
     reduced = placed.stage_part if plan.zero.shards_state else 0.0
-    inboxes = (slots["x"] + slots["dy"] + slots["sent"]) * placed.sizes.message.at(plan.rows)
+    inboxes = (slots["x"] + slots["dy"] + slots["handed"]) * placed.sizes.message.at(plan.rows)
     parts = {
         "parameters": placed.kept_bytes * own[0] + model.parameter_bytes * own[1],
         "copies": copies * placed.read_bytes + gathered_outer * model.parameter_bytes,

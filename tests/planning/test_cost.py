@@ -266,7 +266,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(config, fp8, changes, monkeyp
     outer = 4 * one.outer_parameters  # embedding and head are no buffers of the tick loop
     assert predicted["residuals"] == kept["until_b"] + kept["until_w"]
     assert predicted["crossing"] == kept["crossing"]
-    assert predicted["inboxes"] == kept["x"] + kept["dy"] + kept.get("sent", 0)
+    assert predicted["inboxes"] == kept["x"] + kept["dy"] + kept.get("messages", 0)
     assert predicted["carries"] == kept.get("carry", 0) + kept.get("carry_gradient", 0)
     assert predicted["copies"] - (outer if plan.zero.shards_weights else 0.0) == kept["weights"]
     assert predicted["gradients"] - outer == kept["gradients"] + kept.get("reduced", 0)

@@ -334,7 +334,7 @@ MESH = ["--stages", "2", "--microbatches", "4", "--data", "4", "--zero", "3", "-
         ([], {}),
         (["--on-host", "state,residuals"], {"on_host": Offload(state=True, residuals=True)}),
         (["--replica", "2"], {"replica": 2}),
-        (["--replica", "4", "--context", "2"], {"replica": 4, "context": 2, "zero": Zero(0)}),
+        (["--replica", "4", "--context", "2"], {"replica": 4, "context": 2}),
         (["--context", "2", "--expert", "4"], {"context": 2, "expert": 4}),
     ],
 )

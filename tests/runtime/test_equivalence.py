@@ -14,10 +14,10 @@ import pytest
 import toys
 from covering import covering, some
 
-from jaxpipe.runtime import assembly
+from jaxpipe.runtime import assembly, defaults
 from jaxpipe.runtime.layers.model import layer_key
 from jaxpipe.runtime.memory import buffers
-from jaxpipe.runtime.tick import prepare, setup
+from jaxpipe.runtime.tick import setup
 from jaxpipe.runtime.trees import num_layers
 from jaxpipe.schedule import Costs, catalog
 
@@ -109,7 +109,7 @@ def test_results_equal_those_of_the_unpipelined_model(name, schedule, sizes, opt
         monkeypatch.setattr(assembly, "stores_tiles", lambda mesh: True)
     monkeypatch.setattr(setup, "FUSES_SLICES", "slices" in changes)
     if "room" in changes:
-        monkeypatch.setattr(prepare, "MOST_EXCESS", 9)
+        monkeypatch.setattr(defaults, "MOST_EXCESS", 9)
     if "late" in changes:
         monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)
     pipe = toys.check(name, schedule, sizes, **options)

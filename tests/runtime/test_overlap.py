@@ -131,7 +131,7 @@ def test_pairs_are_the_default_where_matmuls_can_hide_what_layers_communicate(mo
     [
         ("tied", "1f1b", True, "schedule '1f1b' overlaps no forward with a backward"),
         ("tied", V, "yes", "pair_layers='yes' is not a choice"),
-        ("uneven", V, True, "pair_layers=True needs arrays for every layer where layers differ"),
+        ("uneven", V, True, "cannot be combined with weights='stacked' if layers differ"),
     ],
 )
 def test_what_has_no_pairs_is_refused(name, schedule, pairs, text):

@@ -188,7 +188,7 @@ def test_a_longer_warm_up_gives_slow_messages_time():
     [
         ("zb-v", 4, True, (4,) * 8),
         ("1f1b-fused", 4, False, (5, 4, 4, 3)),
-        ("1f1b-v", 2, False, (4,) * 4),  # fewer layers at the end make (4, 5, 4, 3) of it
+        ("hanayo-fused", 3, False, (4,) * 6),  # fewer layers at the end make (4, 5, 4, 4, 4, 3)
     ],
 )
 def test_each_cut_is_the_fastest_beside_some_head(name, stages, together, counts):
