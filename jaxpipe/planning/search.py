@@ -180,9 +180,10 @@ def search(
     def best_of(kind: Callable[[Plan], bool]) -> Prediction | None:
         kept = [[one for one in family if kind(one.plan)] for family in families]
         found = screen([family for family in kept if family], goal, 1, Counter())
-        return min(found, key=value, default=None)
+        fastest = sorted(found, key=value)[:1]
+        timed = [predicted(one.placed, goal) for one in fastest]
+        return min([*timed, *(one for one in best if kind(one.plan))], key=value, default=None)
 
-    beside = best_of(lambda plan: plan.stage == 1), best_of(is_usual)
     first, others = _finalists(screened, value, finalists)
 
     def as_they_run(screened: Sequence[Prediction]) -> list[Prediction]:
@@ -201,8 +202,8 @@ def search(
     shown = front(list(known.values()))
     late = {one.plan for one in screened} - {one.plan for one in (*first, *best, *shown)}
     excluded["late"] += len(late)
-    plain, usual = (one and predicted(one.placed, goal) for one in beside)
-    return Result(tuple(best), plain, usual, shown, excluded, considered)
+    without_stages = best_of(lambda plan: plan.stage == 1)
+    return Result(tuple(best), without_stages, best_of(is_usual), shown, excluded, considered)
 
 
 def is_usual(plan: Plan) -> bool:
