@@ -20,6 +20,7 @@ from jaxpipe.planning import plans
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.plans import MASTER_BYTES, Links, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
+from jaxpipe.runtime.defaults import FUSES_SLICES
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay, work_of
 from jaxpipe.schedule.lowering.table import NONE, TickTable
@@ -174,14 +175,15 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
         count / shares for count, shares in (gathers.most_moved, reduces.most_moved)
     )
     moved = {"gathers": gathers.num_slots, "reduces": reduces.num_slots}
-    moving = {"gathering": gathering, "reducing": reducing, "handed": _handed(placed.plan, table)}
+    moving = {"gathering": gathering, "reducing": reducing, "handed": _handed(placed, table)}
     return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
 
 
-def _handed(plan: Plan, table: TickTable) -> int:
+def _handed(placed: PlacedPlan, table: TickTable) -> int:
     """Counts the messages that layers hand on and that are kept between ticks: those that travel
-    late, or, where the program knows its chunks, all."""
-    if plan.weights == "unrolled" and not plan.overlaps:
+    late, or, where the program knows its chunks (`Setup.knows_chunks`), all."""
+    in_rows = FUSES_SLICES and len(placed.sizes.layers) == 1
+    if (placed.plan.weights == "unrolled" or in_rows) and not placed.plan.overlaps:
         return 1 if table.one_message else 2
     return len({channel.kind for channel in table.channels if channel.late_edges})
 

@@ -1,8 +1,11 @@
 """Defaults that depend on the devices and on layers. The planner knows them without jax."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple, TypeAlias
 
+FUSES_SLICES = tuple(map(int, version("jax").split(".")[:2])) >= (0, 12)
+"""Whether XLA for GPUs lets matmuls read and write slices of a stack where they lie."""
 UNROLLED_LAYERS = 16
 """Layers per stage up to which one array per layer is worth compiling (studies/h100.md)."""
 MOST_EXCESS = 0.1

@@ -11,6 +11,7 @@ from jax import lax
 from jax.tree_util import DictKey
 from jax.typing import DTypeLike
 
+from jaxpipe.runtime.defaults import FUSES_SLICES
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
@@ -42,8 +43,6 @@ RESIDUALS_OF = {
 """Names of the residuals that an action reads or writes."""
 INBOX = {Kind.F: "x", Kind.R: "x", Kind.B: "dy", Kind.BW: "dy"}
 """The buffer in which the input of an action waits, by its kind."""
-FUSES_SLICES = jax.__version_info__ >= (0, 12)
-"""Whether XLA for GPUs lets matmuls read and write slices of a stack where they lie."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"
 """Values that it hands from slice to slice of a sequence, and their cotangents."""
 
