@@ -29,11 +29,11 @@ from jaxpipe.planning.plans import (
     Offload,
     PlacedPlan,
     Plan,
+    layout_of,
     who_computes_ends,
 )
 from jaxpipe.planning.search import fits, predicted
 from jaxpipe.planning.sizes import ModelSizes, Variant
-from jaxpipe.runtime.defaults import UNROLLED_LAYERS
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import timelines
@@ -142,15 +142,13 @@ def of_schedules(
     count = stages * on.data * on.context * on.tensor
     attained = cluster(find(on.device), count, link=on.link)
     devices = dataclasses.replace(attained, exposed=on.exposed)
-    zero = Zero(on.zero).over(on.data // on.replica * on.context)
-    few = model.num_layers <= UNROLLED_LAYERS * stages
-    shape: dict[str, Any] = {
-        "stage": stages, "data": on.data, "replica": on.replica, "expert": on.expert,
-        "context": on.context, "tensor": on.tensor,
-        "on_host": Offload(**dict.fromkeys(on.host_names, True)),
-        "microbatches": microbatches, "rows": rows // (microbatches * on.data), "remat": on.remat,
-        "zero": zero, "weights": "unrolled" if few else "stacked",
-    }  # fmt: skip
+    shape = Plan(
+        stage=stages, data=on.data, context=on.context, tensor=on.tensor, replica=on.replica,
+        schedule="", chunks=1, microbatches=microbatches, rows=rows // (microbatches * on.data),
+        remat=on.remat, zero=Zero(on.zero), weight_slots=1, weights="", expert=on.expert,
+        on_host=Offload(**dict.fromkeys(on.host_names, True)),
+    )  # fmt: skip
+    shape = shape._replace(zero=shape.level(on.zero))
     predictions: dict[str, Prediction] = {}
     reasons: dict[str, str] = {}
     entries = {entry.name: entry for entry in catalog.entries()}
@@ -158,15 +156,18 @@ def of_schedules(
         default = entries[name].default_chunks if name in entries else 1
         chunks, slices = given.get("chunks", default), given.get("slices", 1)
         refuse(on.uncounted(model, slices))
-        slots = 2 if zero.shards_gradients and chunks > 1 else 1
-        plan = Plan(schedule=name, chunks=chunks, weight_slots=slots, slices=slices, **shape)
         if stages * chunks > model.num_layers:
             reasons[name] = f"{stages * chunks} chunks need as many layers"
             continue
+        variant, slots = on.variant(slices), 2 if shape.zero.shards_gradients and chunks > 1 else 1
+        plan = shape._replace(
+            schedule=name, chunks=chunks, slices=slices, weight_slots=slots,
+            weights=layout_of(model, variant, stages, chunks),
+        )  # fmt: skip
         try:
             choices = [
                 predicted(PlacedPlan(plan._replace(ends=ends), model, devices))
-                for ends in who_computes_ends(model, on.variant(slices), stages)
+                for ends in who_computes_ends(model, variant, stages)
             ]
         except ArgumentError as error:
             reasons[name] = message(error)

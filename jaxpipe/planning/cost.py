@@ -333,7 +333,10 @@ def doubt_of_hosts(placed: PlacedPlan) -> float:
     if not (plan.zero.shards_weights and placed.data_hosts > MOST_HOSTS):
         return 0.0
     layers = placed.model.num_layers / plan.stage
-    return layers * sum(transfer(placed)) * (1 if plan.weight_slots > 1 else plan.passes)
+    # Orders of one stage that run its chunks in turn gather them for every microbatch.
+    in_turn = plan.stage == 1 and plan.schedule == "interleaved-fused"
+    times = plan.passes if plan.weight_slots == 1 or in_turn else 1
+    return layers * sum(transfer(placed)) * times
 
 
 def least_seconds(placed: PlacedPlan, program: Program | None = None) -> float:

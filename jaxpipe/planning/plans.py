@@ -13,13 +13,13 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxpipe.planning.devices import Cluster
 from jaxpipe.planning.sizes import LayerSizes, ModelSizes, Sizes, Variant
-from jaxpipe.runtime.defaults import Room, Size, room, weights
+from jaxpipe.runtime.defaults import Room, Size, numbered, room, weights
 from jaxpipe.runtime.zero import Zero
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import Lowering
@@ -519,6 +519,18 @@ def who_computes_ends(model: ModelSizes, variant: Variant, stages: int) -> tuple
     return (False, True) if several and split else (several,)
 
 
+def layout_of(model: ModelSizes, variant: Variant, stages: int, chunks: int) -> str:
+    """Finds the layout of weights that runs on GPUs by default."""
+    if len(model.variants[variant].layers) > 1 and model.quantizes:
+        return "unrolled"
+    return weights(
+        platform="gpu",
+        in_excess=_room(model, variant, stages, chunks).in_excess,
+        num_layers=model.num_layers,
+        num_stages=stages,
+    )
+
+
 def depths(devices: int, num_layers: int) -> list[int]:
     """Lists how many stages so many groups of devices, which share a layer each, may make."""
     most = min(num_layers, MOST_STAGES, devices)
@@ -579,15 +591,14 @@ def _room(model: ModelSizes, variant: Variant, stages: int, chunks: int) -> Room
     return room(of_stages, list(map(_arrays, sizes.layers)))
 
 
-def _arrays(layer: LayerSizes) -> dict[Hashable, Size]:
+def _arrays(layer: LayerSizes) -> Mapping[Any, Size]:
     """A layer's arrays by shape, in elements; those that an expert axis splits are apart."""
     groups = {"": layer.shapes, "experts": layer.expert_shapes}
-    return {
-        (group, shape, n): Size(group, math.prod(shape))
+    return numbered(
+        ((group, shape), Size(group, math.prod(shape)))
         for group, shapes in groups.items()
-        for shape, count in Counter(shapes).items()
-        for n in range(count)
-    }
+        for shape in shapes
+    )
 
 
 @functools.cache
@@ -629,14 +640,7 @@ def _families(
     for ((chunks, _), names), replica in itertools.product(allowed.items(), replicas):
         levels = [Zero.NOTHING] if data * context == 1 else list(Zero)
         zeros = levels if replica == 1 else levels[1:]
-        layout = weights(
-            platform="gpu",
-            in_excess=_room(model, variant, stage, chunks).in_excess,
-            num_layers=model.num_layers,
-            num_stages=stage,
-        )
-        if len(model.variants[variant].layers) > 1 and model.quantizes:
-            layout = "unrolled"
+        layout = layout_of(model, variant, stage, chunks)
         yield [
             PlacedPlan(
                 Plan(

@@ -1,8 +1,11 @@
 """Defaults that depend on the devices and on layers. The planner knows them without jax."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+_Form = TypeVar("_Form", bound=Hashable)
 
 FUSES_SLICES = tuple(map(int, version("jax").split(".")[:2])) >= (0, 12)
 """Whether XLA for GPUs lets matmuls read and write slices of a stack where they lie."""
@@ -21,6 +24,15 @@ class Size(NamedTuple):
 
 Sizes: TypeAlias = Mapping[Any, Size]
 """A layer's arrays; layers at one place share those that are equal."""
+
+
+def numbered(arrays: Iterable[tuple[_Form, Size]]) -> dict[tuple[_Form, int], Size]:
+    """Tells a layer's arrays of equal form apart by their number among these."""
+    counts, found = Counter[_Form](), dict[tuple[_Form, int], Size]()
+    for form, size in arrays:
+        found[form, counts[form]] = size
+        counts[form] += 1
+    return found
 
 
 class Room(NamedTuple):

@@ -79,7 +79,7 @@ class Axes:
         return tuple(name for name in (*self.data, *self.alike) if name not in self.replica)
 
     def sharding(self, apart: Collection[str]) -> tuple[str, ...]:
-        """Those of `split` that shard arrays which are already split over the axes ``apart``."""
+        """The axes of `split` that shard arrays which the axes ``apart`` already split."""
         return tuple(name for name in self.split if name not in apart)
 
     @property

@@ -18,7 +18,6 @@ and the program a loop for every slot (`jaxpipe.runtime.tick.layer_passes`).
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxpipe.runtime.defaults import Size
+from jaxpipe.runtime.defaults import Size, numbered
 from jaxpipe.runtime.host import to_devices, to_host
 from jaxpipe.runtime.indices import start_at, unit_of
 from jaxpipe.runtime.types import Arrays, At, Index, Message, Shapes
@@ -63,15 +62,12 @@ def kinds_at_places(layers: np.ndarray) -> list[list[int]]:
     return [np.unique(at[at >= 0]).tolist() for at in np.moveaxis(layers, 2, 0)]
 
 
-def values_in_room(shapes: Shapes) -> dict[tuple[int, jnp.dtype, int], Size]:
-    """A layer's values as layers of other kinds share their arrays: each with its size, dtype and
-    number among those alike."""
-    counts, found = Counter[tuple[int, jnp.dtype]](), dict[tuple[int, jnp.dtype, int], Size]()
-    for leaf in shapes:
-        form = leaf.size, leaf.dtype
-        found[*form, counts[form]] = Size(leaf.dtype, leaf.size * leaf.dtype.itemsize)
-        counts[form] += 1
-    return found
+def values_in_room(shapes: Shapes) -> dict[tuple[tuple[int, jnp.dtype], int], Size]:
+    """A layer's values as layers of other kinds share their arrays, by size and dtype."""
+    return numbered(
+        ((leaf.size, leaf.dtype), Size(leaf.dtype, leaf.size * leaf.dtype.itemsize))
+        for leaf in shapes
+    )
 
 
 class SharedBuffers:
@@ -277,7 +273,7 @@ class KnownSlots:
         """Shapes of the arrays."""
         rows = (len(self._places),) if self._stacked else ()
         rooms = [
-            [jax.ShapeDtypeStruct((*rows, size), dtype) for size, dtype, _ in room]
+            [jax.ShapeDtypeStruct((*rows, size), dtype) for (size, dtype), _ in room]
             for room in (self._rooms[:1] if self._stacked else self._rooms)
         ]
         return dict(enumerate(rooms * slots))
