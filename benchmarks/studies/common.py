@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 import jaxpipe
 from benchmarks import harness
 from jaxpipe.planning import cost, counting, without_devices
-from jaxpipe.planning.cost import Prediction, least_bytes
+from jaxpipe.planning.cost import Prediction
 from jaxpipe.planning.devices import Cluster
+from jaxpipe.planning.memory import least_bytes
 from jaxpipe.planning.plans import PlacedPlan, Plan, Program, families, grown, table_of
 from jaxpipe.planning.search import Goal, evaluated
 from jaxpipe.planning.sizes import ModelSizes, Variant

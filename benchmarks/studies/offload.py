@@ -16,6 +16,7 @@ import tyro
 from benchmarks import harness
 from benchmarks.studies import common
 from jaxpipe.planning import cost, devices
+from jaxpipe.planning.memory import RESIDUALS_KEPT
 from jaxpipe.planning.plans import PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.runtime.zero import Zero
@@ -38,7 +39,7 @@ def share_of_bus(model: ModelSizes, remat: str, device: str) -> float:
         microbatches=8, rows=1, remat=remat, zero=Zero.NOTHING, weight_slots=1, weights="unrolled",
     )  # fmt: skip
     placed = PlacedPlan(plan, model, devices.cluster(device, 8))
-    moved = sum(placed.mean(name) for name in cost.RESIDUALS_KEPT) / placed.cluster.bus
+    moved = sum(placed.mean(name) for name in RESIDUALS_KEPT) / placed.cluster.bus
     return moved / cost.layer_costs(placed).f
 
 

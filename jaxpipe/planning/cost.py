@@ -1,7 +1,4 @@
-"""Costs of a plan: bytes on a device, and seconds of a step, each by part.
-
-Bytes are those of the executor's own buffers: slots of the tick table times what a layer keeps, and
-beside them what is live while one layer, or the head, is at work.
+"""Seconds of a plan's step, by part, and what they add up to with the bytes of a device.
 
 Seconds are those of the tick table on the device clock; `docs/design/009-planner.md` lists what
 hides which communication. Nothing hides residuals that lie on the host, there or back.
@@ -18,18 +15,13 @@ import numpy as np
 
 from jaxpipe.planning import plans
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
+from jaxpipe.planning.memory import RESIDUALS_KEPT, residual_bytes, slots_of_order
 from jaxpipe.planning.plans import MASTER_BYTES, Links, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
-from jaxpipe.runtime.defaults import FUSES_SLICES
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay, work_of
-from jaxpipe.schedule.lowering.table import NONE, TickTable
+from jaxpipe.schedule.lowering.table import NONE
 from jaxpipe.schedule.simulate import Costs
-
-RESIDUALS_KEPT = ("until_b", "until_w")
-"""Buffers of residuals, which F fills for B and for W."""
-CARRIED = ("carry", "carry_gradient")
-"""Buffers of what a slice of a sequence hands to the next in F, and of its cotangents."""
 
 COARSE_STAGES = 8
 """Fewest stages in place of twice as many or more, when a plan is timed at first."""
@@ -136,9 +128,6 @@ class Prediction(NamedTuple):
         return flops / (self.step_seconds * cluster.device.flops * cluster.count)
 
 
-# From plans to programs.
-
-
 def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
     """Finds the program of a plan, or that of its published order, which is made faster."""
     plan = placed.plan
@@ -157,138 +146,6 @@ def program_of(placed: PlacedPlan, *, published: bool = False) -> Program:
         head_layers=placed.head_layers,
         slices=plan.slices,
     )
-
-
-# Bytes.
-
-
-Slots = Mapping[str, float]
-"""Slots of the tick loop's buffers, as in `TickTable.num_slots`; messages "handed" on; chunks of
-"gathers" and "reduces", and layers that are "gathering" and "reducing" while others run."""
-
-
-def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
-    """Predicts bytes by part, on the device that holds the most."""
-    table = table_of(program.shorter()[0][0])
-    gathers, reduces = table.gathers, table.reduces
-    gathering, reducing = (
-        count / shares for count, shares in (gathers.most_moved, reduces.most_moved)
-    )
-    moved = {"gathers": gathers.num_slots, "reduces": reduces.num_slots}
-    moving = {"gathering": gathering, "reducing": reducing, "handed": _handed(placed, table)}
-    return _bytes(placed, {**_slots_of_order(program), **moved, **moving})
-
-
-def _handed(placed: PlacedPlan, table: TickTable) -> int:
-    """Counts the messages that layers hand on and that are kept between ticks: those that travel
-    late, or, where the program knows its chunks (`Setup.knows_chunks`), all."""
-    in_rows = FUSES_SLICES and len(placed.sizes.layers) == 1
-    if (placed.plan.weights == "unrolled" or in_rows) and not placed.plan.overlaps:
-        return 1 if table.one_message else 2
-    return len({channel.kind for channel in table.channels if channel.late_edges})
-
-
-@lru_cache(maxsize=4096)
-def least_bytes(
-    placed: PlacedPlan, program: Program | None = None, *, among: tuple[str, ...] = ()
-) -> float:
-    """Bounds the bytes from below: with a schedule without a tick table, or with none.
-
-    ``among`` are schedules in place of the plan's, of which the leanest counts.
-    """
-    plan = placed.plan
-    moved = min(plan.weight_slots, plan.chunks)
-    least = {"gathers": moved, "reduces": moved, "gathering": 0.0, "reducing": 0.0, "handed": 0}
-    if program is not None:
-        return sum(_bytes(placed, {**_slots_of_order(program), **least}).values())
-    names = among or (plan.schedule,)
-    kept = dict.fromkeys(RESIDUALS_KEPT, min(plan.in_flight(name) for name in names))
-    crossing = min(plan.crossing(name) for name in names)
-    slots = {**kept, "crossing": crossing, "x": 1, "dy": 1}
-    slots |= dict.fromkeys(CARRIED, plan.chunks)
-    return sum(_bytes(placed, {**slots, **least}).values())
-
-
-@lru_cache(maxsize=4096)
-def _slots_of_order(program: Program) -> Slots:
-    """Counts the slots that do not depend on what moves over data."""
-
-    def slots(name: str) -> float:
-        return grown(program, lambda short: plans.lowering_of(short).num_slots[name])
-
-    names = [*RESIDUALS_KEPT, "crossing", "x", "dy", *(CARRIED if program.slices > 1 else ())]
-    return dict.fromkeys(CARRIED, 0) | {name: slots(name) for name in names}
-
-
-def _residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
-    """Counts the bytes of residuals, wherever they lie."""
-    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in RESIDUALS_KEPT)
-
-
-def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
-    """Counts bytes by part: parameters; weights gathered, or copied in the compute dtype; the state
-    of the optimizer; sums of gradients, and what they are reduced to; activations until B or W;
-    values from B to W; messages; what slices hand to the next; layers on their way over data;
-    values of the layer, or the logits, at work; the batch."""
-    plan, model = placed.plan, placed.model
-    layers, outer = placed.layers_per_chunk, placed.outer_parameters
-    chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
-    own = placed.own_parameters if plan.zero.shards_weights else (stage, placed.outer_kept)
-    copies = stage if placed.read_bytes != placed.kept_bytes else 0.0
-    if plan.zero.shards_weights:
-        copies = slots["gathers"] * chunk
-    gathered_outer = outer if plan.zero.shards_weights or plan.ends else 0.0
-    sums = slots["reduces"] * chunk if plan.zero.shards_gradients else stage
-    reduced = placed.stage_part if plan.zero.shards_state else 0.0
-    inboxes = (slots["x"] + slots["dy"] + slots["handed"]) * placed.sizes.message.at(plan.rows)
-    parts = {
-        "parameters": placed.kept_bytes * own[0] + model.parameter_bytes * own[1],
-        "copies": copies * placed.read_bytes + gathered_outer * model.parameter_bytes,
-        "optimizer": placed.optimizer_bytes,
-        "gradients": MASTER_BYTES
-        * (placed.trained * (sums + reduced) + placed.outer_trained * outer),
-        "residuals": 0.0 if plan.on_host.residuals else _residual_bytes(placed, slots),
-        "crossing": layers * slots["crossing"] * placed.mean("crossing"),
-        "inboxes": inboxes,
-        "carries": layers * sum(slots[name] for name in CARRIED) * placed.mean("carry"),
-        "moving": _moving_bytes(placed, slots),
-        "working": _live_bytes(placed),
-        "batch": model.row_bytes * plan.rows * plan.microbatches,
-    }
-    if plan.on_host.state:  # it comes when the values of layers are gone
-        of_layers = ("residuals", "crossing", "inboxes", "carries", "moving", "working")
-        left = parts["optimizer"] - sum(parts[name] for name in of_layers)
-        parts["optimizer"] = max(0.0, left)
-    return parts
-
-
-def _moving_bytes(placed: PlacedPlan, slots: Slots) -> float:
-    """Counts the bytes of layers on their way over data: whole, and as this device's part."""
-    plan, both = placed.plan, placed.layer_parameters + placed.layer_part
-    gathering = slots["gathering"] * both * placed.read_bytes if plan.zero.shards_weights else 0.0
-    reducing = 0.0
-    if plan.data * plan.context > 1:
-        elements = both if plan.zero.shards_state else placed.layer_parameters
-        reducing = slots["reducing"] * placed.trained * elements * MASTER_BYTES
-    return gathering + reducing
-
-
-def _live_bytes(placed: PlacedPlan) -> float:
-    """Counts what is live while a layer, with weights cut out of their stack, or the head runs."""
-    plan, sizes = placed.plan, placed.sizes
-    layer = placed.mean("live") * (2 if plan.overlaps else 1)
-    if plan.weights == "stacked":
-        layer += placed.layer_parameters * placed.read_bytes
-    return max(layer, _outer_share(placed) * sizes.head_live.at(plan.rows))
-
-
-def _outer_share(placed: PlacedPlan) -> float:
-    """The share of embedding and head that a device computes."""
-    whole = placed.sizes.outer_parameters
-    return placed.outer_parameters / whole if whole else 1.0
-
-
-# Seconds.
 
 
 class LayerTransfer(NamedTuple):
@@ -420,7 +277,7 @@ def seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
     waits = makespan - layers - (head if plan.ends else 0.0)
     transfers = _outer_transfer(placed)
     if plan.on_host.residuals:  # their slots are made there
-        transfers += _residual_bytes(placed, _slots_of_order(program)) / placed.cluster.bus
+        transfers += residual_bytes(placed, slots_of_order(program)) / placed.cluster.bus
     parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
     return parts | {"update": _update(placed)}
 
@@ -667,7 +524,7 @@ def _head(placed: PlacedPlan) -> float:
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)
     over_stages = 2 * (plan.stage - 1) / plan.stage * sizes.merged.at(plan.rows)
     sums = _X_SUMS * over_stages / placed.stage_link
-    return (whole - launches) * _outer_share(placed) + launches + sums
+    return (whole - launches) * placed.outer_share + launches + sums
 
 
 def _outer_transfer(placed: PlacedPlan) -> float:

@@ -301,6 +301,12 @@ class PlacedPlan:
         return self.outer_parameters / (self.plan.stage if self.plan.ends else 1)
 
     @cached_property
+    def outer_share(self) -> float:
+        """The share of embedding and head that a device computes."""
+        whole = self.sizes.outer_parameters
+        return self.outer_parameters / whole if whole else 1.0
+
+    @cached_property
     def shares(self) -> int:
         """The most shares in which a layer may move over data; those that differ move whole."""
         if len(self.sizes.layers) > 1:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxpipe.planning import cost, plans
 from jaxpipe.planning.cost import Measures, Prediction
 from jaxpipe.planning.devices import Cluster
+from jaxpipe.planning.memory import device_bytes, least_bytes
 from jaxpipe.planning.plans import Family, Offload, PlacedPlan, Plan
 from jaxpipe.planning.sizes import ModelSizes
 from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
@@ -306,10 +307,10 @@ def _least(family: Family, goal: Goal) -> Measures:
     placed = family[0]
     if len(family) == 1:
         doubt = cost.least_doubt(placed) + cost.doubt_of_hosts(placed)
-        seconds, memory = cost.least_seconds(placed), cost.least_bytes(placed)
+        seconds, memory = cost.least_seconds(placed), least_bytes(placed)
         return _measures(placed, goal, seconds, memory, doubt)
     fastest = {one.plan.schedule: one for one in reversed(family)}
-    memory = min(cost.least_bytes(one, among=(*fastest,)) for one in plans.leanest(family))
+    memory = min(least_bytes(one, among=(*fastest,)) for one in plans.leanest(family))
     return min(
         _measures(one, goal, cost.least_of_family(one), memory, cost.least_doubt(one))
         for one in fastest.values()
@@ -334,7 +335,7 @@ def evaluated(
     """Predicts a plan with its published order; None, with the reason counted, if it is out."""
     program = cost.program_of(placed, published=True)
     try:
-        least = cost.least_bytes(placed, program)
+        least = least_bytes(placed, program)
     except ArgumentError:
         excluded["schedule"] += 1
         return None
@@ -344,7 +345,7 @@ def evaluated(
         if slower(_measures(placed, goal, sum(seconds.values()), least, doubt)):
             excluded["slower"] += 1
             return None
-        parts = cost.device_bytes(placed, program)
+        parts = device_bytes(placed, program)
         if sum(parts.values()) <= room(placed):
             seconds = cost.step_seconds(placed, program)
             return Prediction(placed, seconds, parts, goal.steps_of(placed), doubt)
@@ -356,7 +357,7 @@ def predicted(placed: PlacedPlan, goal: Goal = ONE_STEP) -> Prediction:
     """Predicts a plan as it would run, its order made for its costs unless that takes too long."""
     most = _MOST_CHUNKS.get(placed.plan.schedule, 48)
     program = cost.program_of(placed, published=placed.plan.num_chunks > most)
-    seconds, parts = cost.step_seconds(placed, program), cost.device_bytes(placed, program)
+    seconds, parts = cost.step_seconds(placed, program), device_bytes(placed, program)
     doubt = cost.doubt(placed, program, seconds)
     return Prediction(placed, seconds, parts, goal.steps_of(placed), doubt)
 
@@ -402,11 +403,11 @@ def fits(prediction: Prediction) -> bool:
 
 
 def _refuse_memory(placed: Sequence[PlacedPlan]) -> None:
-    least = min(placed, key=cost.least_bytes)
+    least = min(placed, key=least_bytes)
     limit, count = least.cluster.memory_bytes, least.cluster.count
     rule = (
         "is too little for any plan: the leanest needs at least "
-        f"{MARGIN * cost.least_bytes(least):.3g} bytes on each of {count} devices"
+        f"{MARGIN * least_bytes(least):.3g} bytes on each of {count} devices"
     )
     note = "More devices (--devices), or rows split over tensor devices, need less."
     refuse([Problem("memory", f"{limit:.3g}", rule, note=note)])

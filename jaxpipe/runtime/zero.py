@@ -5,7 +5,8 @@ Used by
 - state, 1: `data_axis.reduce_gradients`, which scatters; `PlacedOptimizer`, which updates a part;
 - gradients, 2: `gradients.Summed`, which keeps sums in slots;
 - weights, 3: `executor.begin`, for `Gathered` weights; `Assembly`, which places a part;
-- all of them: `jaxpipe.asynchronous.updates`, and `planning.cost`, which predicts the same.
+- all of them: `jaxpipe.asynchronous.updates`, and `planning.memory` and `planning.cost`, which
+  predict the same.
 """
 
 import enum

@@ -14,6 +14,7 @@ from synthetic import NONE, synthetic
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, without_devices
+from jaxpipe.planning.memory import device_bytes, least_bytes
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
@@ -255,7 +256,7 @@ def test_bytes_are_those_of_the_tick_loops_buffers(config, fp8, changes, monkeyp
     monkeypatch.setattr(assembly, "transfers_overlap", lambda mesh: True)  # as on GPUs
     one = placed(config, gpus=config is LONG, fp8=fp8, **changes)
     plan, program = one.plan, cost.program_of(one, published=True)
-    predicted = cost.device_bytes(one, program)
+    predicted = device_bytes(one, program)
     pipe = pipeline(
         config, table_of(program).schedule, data=plan.data, expert=plan.expert, remat=plan.remat,
         zero=plan.zero, weights=plan.weights, weight_slots=plan.weight_slots,
@@ -299,7 +300,7 @@ def test_long_steps_lie_on_the_line_of_shorter_ones(config, changes):
     assert grown(program, lambda short: cost.replayed(short, layer)) == pytest.approx(whole)
     slots = table_of(program).num_slots
     held = slots["until_b"] * one.mean("until_b") + slots["until_w"] * one.mean("until_w")
-    residuals = cost.device_bytes(one, program)["residuals"]
+    residuals = device_bytes(one, program)["residuals"]
     assert residuals == pytest.approx(one.layers_per_chunk * held)
 
 
@@ -315,13 +316,13 @@ def test_the_optimizers_state_on_the_host_takes_what_activations_leave_of_it(row
         for on_host in (False, True)
     )
     program = cost.program_of(here, published=True)
-    kept, moved = (cost.device_bytes(one, program) for one in (here, there))
+    kept, moved = (device_bytes(one, program) for one in (here, there))
     state = kept["optimizer"]
     assert state == 2 * 4 * (here.stage_parameters + here.outer_parameters) / PLAN.data
     layers = sum(kept[name] for name in ("residuals", "crossing", "inboxes", "moving", "working"))
     rest = sum(kept.values()) - layers - state
     assert sum(moved.values()) == pytest.approx(rest + max(layers, state))
-    assert cost.least_bytes(there) <= sum(moved.values())
+    assert least_bytes(there) <= sum(moved.values())
     seconds, longer = (cost.step_seconds(one, program) for one in (here, there))
     more = {name: longer[name] - seconds[name] for name in longer}
     assert more.pop("update") == pytest.approx(2 * state / BUS)
@@ -334,11 +335,11 @@ def test_residuals_on_the_host_leave_the_device_and_take_the_bus(rows):
         placed(SMALL, rows=rows, on_host=Offload(residuals=on_host)) for on_host in (False, True)
     )
     program = cost.program_of(there, published=True)
-    bytes_here, bytes_there = (cost.device_bytes(one, program) for one in (here, there))
+    bytes_here, bytes_there = (device_bytes(one, program) for one in (here, there))
     kept = bytes_here.pop("residuals")
     assert bytes_there.pop("residuals") == 0 < kept
     assert bytes_here == bytes_there
-    assert cost.least_bytes(there) <= sum(bytes_there.values())
+    assert least_bytes(there) <= sum(bytes_there.values())
     one, other = cost.layer_costs(here), cost.layer_costs(there)
     layer = here.sizes.layers[0]
     sent = (layer.until_b.at(rows) + layer.until_w.at(rows)) / BUS

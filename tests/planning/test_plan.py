@@ -13,6 +13,7 @@ from jaxpipe import cli
 from jaxpipe.commands import plan as plan_command
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, devices, plans, search
+from jaxpipe.planning.memory import least_bytes
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan
 from jaxpipe.planning.search import Goal
 from jaxpipe.planning.sizes import Kernel, LayerSizes, Linear, ModelSizes, Pass, Sizes, Variant
@@ -90,7 +91,7 @@ def test_what_a_plan_needs_at_least_is_never_more_than_it_needs(model, count):
     cluster = devices.cluster("h100", count, link="nvlink:1,ib:400")
     goal, shares = Goal(None, (4 * count,)), []
     for one in exhaustive(model, cluster, goal)[::7]:
-        least = cost.least_bytes(one.placed)
+        least = least_bytes(one.placed)
         assert least <= one.device_bytes or least == pytest.approx(one.device_bytes, rel=1e-12)
         program = cost.program_of(one.placed, published=True)
         bounds = cost.least_seconds(one.placed), cost.least_seconds(one.placed, program)
@@ -119,7 +120,7 @@ def test_what_a_family_needs_at_least_is_never_more_than_its_plans_do(model):
             least = search._least(part, search.ONE_STEP)
             for placed in part:
                 assert least.time <= search._least([placed], search.ONE_STEP).time * (1 + 1e-9)
-                assert least.memory <= cost.least_bytes(placed) * (1 + 1e-9)
+                assert least.memory <= least_bytes(placed) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("stages", [3, 8])

@@ -11,7 +11,7 @@ from synthetic import NONE, synthetic
 
 from jaxpipe import cli, measure
 from jaxpipe.errors import ArgumentError
-from jaxpipe.planning import configurations, cost, devices, plans
+from jaxpipe.planning import configurations, cost, devices, memory, plans
 from jaxpipe.planning.plans import Plan
 from jaxpipe.planning.sizes import Variant
 from jaxpipe.runtime.zero import Zero
@@ -248,7 +248,7 @@ def test_a_plan_knows_what_is_frozen_and_in_how_many_bits():
     pipeline = {"schedule": "1f1b-fused", "microbatches": 4, "zero": 1, "vocabulary": "split"}
     run = Setup(Config(model=SMALL, lora=lora, mesh=mesh, pipeline=pipeline)).state_shapes
     placed = plans.PlacedPlan(PLAN, model, devices.cluster("cpu", 4))
-    parts = cost.device_bytes(placed, cost.program_of(placed))
+    parts = memory.device_bytes(placed, cost.program_of(placed))
     assert np.isclose(parts["parameters"], device_bytes(run.params), rtol=0.02)
     assert np.isclose(parts["optimizer"], device_bytes(run.optimizer), rtol=0.02)
     assert parts["gradients"] == 1.5 * parts["optimizer"]  # a sum of two layers, and its part
