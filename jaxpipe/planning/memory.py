@@ -88,7 +88,7 @@ def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:
     values of the layer, or the logits, at work; the batch."""
     plan, model = placed.plan, placed.model
     layers, outer = placed.layers_per_chunk, placed.outer_parameters
-    chunk, stage = layers * placed.layer_parameters, placed.stage_parameters
+    chunk, stage = placed.slot_parameters, placed.stage_parameters
     own = placed.own_parameters if plan.zero.shards_weights else (stage, placed.outer_kept)
     copies = stage if placed.read_bytes != placed.kept_bytes else 0.0
     if plan.zero.shards_weights:

@@ -271,23 +271,30 @@ class PlacedPlan:
     @cached_property
     def stage_parameters(self) -> float:
         """Parameters of the layers of a stage on a device, not sharded over data."""
-        return self.plan.chunks * self.layers_per_chunk * self._room * self.layer_parameters
+        return self.plan.chunks * self._room(self.plan.chunks) * self.layer_parameters
+
+    @cached_property
+    def slot_parameters(self) -> float:
+        """Parameters of a slot for a chunk's layers on a device, whole: unrolled, the mean of all,
+        since a chunk always lies in the same one."""
+        together = min(self.plan.weight_slots, self.plan.chunks)
+        apart = together if self.plan.weights == "unrolled" else 1
+        return self._room(apart) * self.layer_parameters
 
     @cached_property
     def stage_part(self) -> float:
         """The part of the layers of a stage that ZeRO leaves a device."""
-        return self.plan.chunks * self.layers_per_chunk * self._room * self.layer_part
+        return self.plan.chunks * self._room(self.plan.chunks) * self.layer_part
 
-    @cached_property
-    def _room(self) -> float:
-        """The room for a layer on all stages, relative to the mean layer."""
+    def _room(self, slots: int) -> float:
+        """The room of a chunk on all stages, if so many have room of their own, in mean layers."""
         if len(self.sizes.layers) == 1:
-            return 1.0
+            return self.layers_per_chunk
         plan = self.plan
-        found = _room(self.model, self.variant, plan.stage, plan.chunks)
+        found = _room(self.model, self.variant, plan.stage, plan.chunks, slots)
         most = found.unrolled if plan.weights == "unrolled" else found.packed
-        layers = plan.chunks * math.ceil(self.model.num_layers / plan.num_chunks)
-        return most / (layers * self.layer_parameters)
+        layers = slots * math.ceil(self.model.num_layers / plan.num_chunks)
+        return self.layers_per_chunk * most / (layers * self.layer_parameters)
 
     @cached_property
     def outer_parameters(self) -> float:
@@ -531,7 +538,7 @@ def layout_of(model: ModelSizes, variant: Variant, stages: int, chunks: int) -> 
         return "unrolled"
     return weights(
         platform="gpu",
-        in_excess=_room(model, variant, stages, chunks).in_excess,
+        in_excess=_room(model, variant, stages, chunks, chunks).in_excess,
         num_layers=model.num_layers,
         num_stages=stages,
     )
@@ -586,15 +593,20 @@ def families(
 
 
 @functools.cache
-def _room(model: ModelSizes, variant: Variant, stages: int, chunks: int) -> Room:
-    """The room of layers in equal chunks; places share arrays of one shape."""
+def _room(model: ModelSizes, variant: Variant, stages: int, chunks: int, slots: int) -> Room:
+    """The room of layers in equal chunks, which share so many slots; places share arrays of one
+    shape."""
     sizes = model.variants[variant]
     placement = looped(stages, num_chunks=chunks)
     counts = partition([1.0] * model.num_layers, placement)
     ends = itertools.accumulate(counts)
     of_chunks = [sizes.kind_of[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    of_stages = [[of_chunks[n] for n in numbers] for numbers in placement.virtual_stages]
-    return room(of_stages, list(map(_arrays, sizes.layers)))
+    at_once = [
+        [of_chunks[n] for n in numbers[first : first + slots]]
+        for numbers in placement.virtual_stages
+        for first in range(0, chunks, slots)
+    ]
+    return room(at_once, list(map(_arrays, sizes.layers)))
 
 
 def _arrays(layer: LayerSizes) -> Mapping[Any, Size]:

@@ -56,7 +56,7 @@ def weights(*, platform: str, in_excess: bool, num_layers: int, num_stages: int)
 def room(stages: Sequence[Sequence[Sequence[int]]], layers: Sequence[Sizes]) -> Room:
     """Computes the room of layers that may differ.
 
-    Unrolled, a place of all chunks has the arrays of every layer that a chunk has there. Packed, a
+    Unrolled, a place of a chunk has the arrays of every layer that a stage has there. Packed, a
     stage has room, in every group, for the layers of the stage that has most. Places that a shorter
     chunk misses count as used, since layers that are alike have room there, too: if all layers at
     each place are alike, both take the same.
@@ -65,21 +65,22 @@ def room(stages: Sequence[Sequence[Sequence[int]]], layers: Sequence[Sizes]) -> 
       stages: of every stage its chunks, and of these their layers, by number.
       layers: the arrays of every layer on a device.
     """
-    chunks = [chunk for stage in stages for chunk in stage]
-    at_places = [
-        {chunk[place] for chunk in chunks if place < len(chunk)}
-        for place in range(max(map(len, chunks)))
+    places = range(max(len(chunk) for stage in stages for chunk in stage))
+    rows = [
+        [chunk[place] if place < len(chunk) else None for chunk in stage for place in places]
+        for stage in stages
     ]
-    arrays = [{key: size for n in at for key, size in layers[n].items()} for at in at_places]
+    at_rows = [{n for n in at if n is not None} for at in zip(*rows, strict=True)]
+    arrays = [{key: size for n in at for key, size in layers[n].items()} for at in at_rows]
     packed = 0
     for group in {size.group for layer in layers for size in layer.values()}:
         own = [sum(n for of, n in layer.values() if of == group) for layer in layers]
-        most = [max(own[n] for n in at) for at in at_places]
+        most = [max((own[n] for n in at), default=0) for at in at_rows]
         packed += max(
-            sum(sum(own[n] for n in chunk) + sum(most[len(chunk) :]) for chunk in stage)
-            for stage in stages
+            sum(top if n is None else own[n] for n, top in zip(stage, most, strict=True))
+            for stage in rows
         )
-    return Room(len(stages[0]) * sum(size.bytes for at in arrays for size in at.values()), packed)
+    return Room(sum(size.bytes for at in arrays for size in at.values()), packed)
 
 
 def weight_slots(platform: str) -> int:

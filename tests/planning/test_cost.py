@@ -279,6 +279,36 @@ def test_bytes_are_those_of_the_tick_loops_buffers(config, fp8, changes, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("zero", "weight_slots", "weights"),
+    some(
+        [
+            *((0, 1, "unrolled"), (2, 2, "unrolled"), (3, 1, "unrolled"), (3, 2, "stacked")),
+            (3, 2, "unrolled"),
+        ],
+        (3, 2, "unrolled"),
+    ),
+)
+def test_layers_that_differ_have_the_room_that_the_executor_gives_them(zero, weight_slots, weights):
+    """A dense layer in front of mixtures: unrolled, in the row and the slot of its chunk."""
+    config = dataclasses.replace(EXPERTS, num_layers=8, dense_layers=1)
+    options = {"zero": Zero(zero), "weight_slots": weight_slots, "weights": weights}
+    one = placed(config, stage=2, microbatches=4, schedule="interleaved", chunks=4, **options)
+    program = cost.program_of(one, published=True)
+    predicted = device_bytes(one, program)
+    pipe = pipeline(
+        config, table_of(program).schedule, data=2, remat="none", compute_dtype="bfloat16",
+        **options,
+    )  # fmt: skip
+    carried = buffers(pipe, batch(config, one.plan.batch_rows))
+    kept = {name: tree_bytes(tree) for name, tree in carried.items()}
+    outer = 4 * one.outer_parameters
+    copies = predicted["copies"] - (outer if zero == 3 else 0.0)
+    assert copies == pytest.approx(kept["weights"])
+    sums = kept["gradients"] + kept.get("reduced", 0)
+    assert predicted["gradients"] - outer == pytest.approx(sums)
+
+
+@pytest.mark.parametrize(
     ("config", "changes"),
     [
         (SMALL, {"schedule": "1f1b-fused", "microbatches": 50}),

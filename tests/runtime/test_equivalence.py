@@ -54,9 +54,10 @@ CASES = [
      {"num_layers": 8, "zero": 3, "weight_slots": 2, "late": True, "remat": "dots"}),
     ("places", "1f1b-fused", {"stage": 2, "data": 2},
      {"num_layers": 6, "layer_counts": (4, 2), "zero": 3, "residuals": "host", "keyed": True}),
-    # Chunks that begin with either kind.
-    ("places", "interleaved", {"stage": 2, "data": 2},
-     {"num_layers": 11, "zero": 3, "weight_slots": 2, "late": True, "room": True}),
+    # Chunks that begin with either kind; two of them lie in one slot.
+    ("places", THREE_CHUNKS, {"stage": 2, "data": 2},
+     {"num_layers": 11, "layer_counts": (1, 2, 2, 2, 1, 3), "zero": 3, "weight_slots": 2,
+      "late": True, "room": True}),
     ("places", "zb-v", {"stage": 2, "data": 2},
      {"num_layers": 7, "layer_counts": (1, 2, 1, 3), "late": True, "remat": "full"}),
     ("untied", PACED, {"stage": 2, "data": 2},

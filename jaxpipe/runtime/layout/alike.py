@@ -150,17 +150,20 @@ class Unrolled(_Alike):
     own_arrays = True
 
     def _chunks(self, count: int) -> Leaves:
-        return {n: self._of_row(self.piece, n) for n in range(count * self.num_pieces)}
+        rows = range(count * self.num_pieces)
+        return {n: self._of_row(self.piece, n, len(rows)) for n in rows}
 
-    def _of_row(self, trees: Tree, number: Index) -> Tree:
-        return self.of_piece(trees, number % self.num_pieces)
+    def _of_row(self, trees: Tree, number: Index, count: int) -> Tree:
+        """Selects what belongs to one of so many rows, as `of_piece`."""
+        return trees
 
     def cast(self, arrays: Arrays, dtypes: Tree, scales: Tree = None) -> Arrays:
-        given = {n: (w, self._of_row(dtypes, n), scales and scales[n]) for n, w in arrays.items()}
-        return {n: cast(*row) for n, row in given.items()}
+        own = {n: self._of_row(dtypes, n, len(arrays)) for n in arrays}
+        return {n: cast(w, own[n], scales and scales[n]) for n, w in arrays.items()}
 
     def largest(self, arrays: Arrays, dtypes: Tree) -> Tree:
-        return {n: largest(w, self._of_row(dtypes, n), layer_dims=0) for n, w in arrays.items()}
+        own = {n: self._of_row(dtypes, n, len(arrays)) for n in arrays}
+        return {n: largest(w, own[n], layer_dims=0) for n, w in arrays.items()}
 
     def piece_at(self, at: At, *, slot: Slot = None, share: Share | None = None) -> _UnrolledPlace:
         _, chunk, number = at
@@ -170,19 +173,21 @@ class Unrolled(_Alike):
         row, share = arrays[place.number % len(arrays)], place.share
         if share is None:
             return row
-        leaves = self._of_row(self.piece, place.number)
+        leaves = self._of_row(self.piece, place.number, len(arrays))
         return jax.tree.map(lambda leaf, w: read_share(leaf, w, (), share), leaves, row)
 
     def write(self, arrays: Arrays, place: _UnrolledPlace, values: Stored) -> Arrays:
         number = place.number % len(arrays)
 
-        def write(leaf: Leaf, w: jax.Array, value: jax.Array) -> jax.Array:
+        def write(leaf: Leaf, w: jax.Array, value: jax.Array | None) -> jax.Array:
+            if value is None:
+                return w
             if place.share is not None:
                 return write_share(leaf, w, (), place.share, value)
             value = value.astype(w.dtype)
             return value if place.slot is None else overwrite(w, value, place.slot)
 
-        leaves = self._of_row(self.piece, number)
+        leaves = self._of_row(self.piece, number, len(arrays))
         return arrays | {number: jax.tree.map(write, leaves, arrays[number], values)}
 
     def loop(
@@ -286,9 +291,9 @@ class Unrolled(_Alike):
 class ByPlace(Unrolled):
     """Parameters of layers that differ, unrolled. Canonical layers are a tree each.
 
-    A place of a chunk has room for every layer that a chunk has there: a list of arrays, those of
-    one layer in the order of its tree, then those of others that differ in name or shape.
-    `jaxpipe.runtime.defaults.room` says how much room that is.
+    A row has room for every layer that a stage has there, and in slots for those of all chunks that
+    lie in one: a list of arrays, those of one layer in the order of its tree, then those of others
+    that differ in name or shape. `jaxpipe.runtime.defaults.room` says how much room that is.
     """
 
     def __init__(self, layers: Sequence[LayerParams], rows: np.ndarray, splits: Splits) -> None:
@@ -296,13 +301,15 @@ class ByPlace(Unrolled):
         _, self.num_chunks, self.num_pieces = rows.shape
         self.canonical = self.piece = jax.tree.map_with_path(splits.leaf, layers)
         self._arrays = [jax.tree.leaves_with_path(layer) for layer in self.canonical]
-        self._rooms = [self._room(np.unique(at[at >= 0])) for at in np.moveaxis(rows, 2, 0)]
+        self._room = functools.cache(self._room_of)
         self.placed = self._chunks(self.num_chunks)
 
-    def _room(self, layers: np.ndarray) -> dict[Array, tuple[int, int]]:
-        """The arrays at a place: of each a layer that has it, and its number there."""
+    def _room_of(self, row: int, count: int) -> dict[Array, tuple[int, int]]:
+        """The arrays of one of so many rows: of each a layer that has it, and its number there."""
         found: dict[Array, tuple[int, int]] = {}
-        for layer in layers.tolist():
+        slot, place = divmod(row, self.num_pieces)
+        layers = self.rows[:, slot :: count // self.num_pieces, place]
+        for layer in np.unique(layers[layers >= 0]).tolist():
             for number, array in enumerate(self._arrays[layer]):
                 found.setdefault(array, (layer, number))
         return found
@@ -310,39 +317,45 @@ class ByPlace(Unrolled):
     def of_layer(self, trees: Tree, example: int) -> Tree:
         return trees[example]
 
-    def of_piece(self, trees: Tree, number: Index) -> Tree:
-        flat = {n: self._flat(trees[n], n) for n, _ in self._rooms[number].values()}
-        return [flat[layer][n] for layer, n in self._rooms[number].values()]
+    def of_piece(self, trees: Tree, at: At) -> Tree:
+        return self._of_row(trees, self.piece_at(at).number, len(self.placed))
+
+    def _of_row(self, trees: Tree, number: Index, count: int) -> Tree:
+        room = self._room(number % count, count).values()
+        flat = {n: self._flat(trees[n], n) for n, _ in room}
+        return [flat[layer][n] for layer, n in room]
 
     def _flat(self, tree: Tree, example: int) -> list[Tree]:
         structure: Tree = jax.tree.structure(self.canonical[example])
         return list(structure.flatten_up_to(tree))
 
     @property
-    def pieces(self) -> Sequence[Leaves]:
-        return [self.of_piece(self.piece, n) for n in range(self.num_pieces)]
+    def differing(self) -> Sequence[At]:
+        return [(0, *at) for at in np.ndindex(self.rows.shape[1:])]
 
     def layer_at(self, at: At, example: int, *, slot: Slot = None) -> _UnrolledPlace:
         return self.piece_at(at, slot=slot)._replace(example=example)
 
-    def _numbers(self, place: _UnrolledPlace, example: int) -> list[int]:
-        """Numbers of a layer's arrays in the room of its place."""
-        numbers = {array: n for n, array in enumerate(self._rooms[place.number % self.num_pieces])}
-        return [numbers[array] for array in self._arrays[example]]
+    def _numbers(self, place: _UnrolledPlace, count: int) -> list[int]:
+        """Numbers of the arrays of a layer, or of a piece, in the room of one of so many rows."""
+        own: Collection[Array] = self._room(place.number, len(self.placed))
+        if place.example is not None:
+            own = self._arrays[place.example]
+        numbers = {array: n for n, array in enumerate(self._room(place.number % count, count))}
+        return [numbers[array] for array in own]
 
     def read(self, arrays: Arrays, place: _UnrolledPlace) -> Stored:
-        room, example = super().read(arrays, place), place.example
-        if example is None:
-            return room
-        own = [room[n] for n in self._numbers(place, example)]
-        return jax.tree.unflatten(jax.tree.structure(self.canonical[example]), own)
+        room = super().read(arrays, place)
+        own = [room[n] for n in self._numbers(place, len(arrays))]
+        if place.example is None:
+            return own
+        return jax.tree.unflatten(jax.tree.structure(self.canonical[place.example]), own)
 
     def write(self, arrays: Arrays, place: _UnrolledPlace, values: Stored) -> Arrays:
-        if place.example is not None:
-            own = self._flat(values, place.example)
-            new = dict(zip(self._numbers(place, place.example), own, strict=True))
-            values = [new.get(n, w) for n, w in enumerate(arrays[place.number % len(arrays)])]
-        return super().write(arrays, place, values)
+        own = values if place.example is None else self._flat(values, place.example)
+        new = dict(zip(self._numbers(place, len(arrays)), own, strict=True))
+        room = range(len(arrays[place.number % len(arrays)]))
+        return super().write(arrays, place, [new.get(n) for n in room])
 
 
 def _joined(arrays: Arrays, own: Arrays) -> Arrays:

@@ -166,14 +166,19 @@ class LayerLayout(Piece, abc.ABC):
         """Undoes `pack`."""
         return stored
 
-    def of_piece(self, trees: Tree, number: Index) -> Tree:
+    def of_piece(self, trees: Tree, at: At) -> Tree:
         """Selects what belongs to a piece, from something like `piece`: here all are alike."""
         return trees
 
     @property
+    def differing(self) -> Sequence[At]:
+        """Places of pieces that differ, or of the one that all are like."""
+        return [(0, 0, 0)]
+
+    @property
     def pieces(self) -> Sequence[Leaves]:
-        """The pieces of a chunk that differ, or the one that all are like."""
-        return [self.piece]
+        """The pieces that differ, or the one that all are like."""
+        return [self.of_piece(self.piece, at) for at in self.differing]
 
     # Copies of weights in the dtypes that layers compute in, trees like `piece`.
 

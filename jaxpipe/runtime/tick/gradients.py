@@ -89,7 +89,7 @@ class Summed(GradientSink):
     ) -> tuple[Carried, Joined]:
         def read(n: int, at: At, sums: Arrays, joined: Joined) -> Tree:
             slot, share = moved[n].slot, moved[n].share
-            leaves = self._leaves(fixed, moved[n].num_shares, at[2])
+            leaves = self._leaves(fixed, moved[n].num_shares, at)
             total = fixed.params.read(sums, self._sums_at(fixed, at, slot, share))
             joined = put_piece(joined, n, total, leaves, sharded=False)
             if not moved[n].at_edge:
@@ -110,7 +110,7 @@ class Summed(GradientSink):
         self, fixed: Fixed, carried: Carried, reduced: Joined, moved: Sequence[MovedPiece]
     ) -> Carried:
         def put(n: int, at: At, arrays: Arrays, reduced: Joined) -> Tree:
-            leaves = self._leaves(fixed, moved[n].num_shares, at[2])
+            leaves = self._leaves(fixed, moved[n].num_shares, at)
             shapes = _summed(leaves, sharded=not self._in_place)
             values = get_piece(reduced, n, shapes, leaves)
             return self._put(fixed, at, moved[n].share, arrays, values), reduced
@@ -121,9 +121,9 @@ class Summed(GradientSink):
         )
         return carried.but(**{name: arrays})
 
-    def _leaves(self, fixed: Fixed, shares: int, number: Index) -> Leaves:
+    def _leaves(self, fixed: Fixed, shares: int, at: At) -> Leaves:
         """Leaves of a piece, or of one of its shares."""
-        return share_of(fixed.params.of_piece(fixed.params.piece, number), shares)
+        return share_of(fixed.params.of_piece(fixed.params.piece, at), shares)
 
     def _room(self, fixed: Fixed, shares: int, *, sharded: bool) -> Shapes:
         """The room that pieces, or shares of them, need on their way."""
@@ -150,7 +150,7 @@ class Summed(GradientSink):
         return fixed.params.write(sums, place, zeros)
 
     def _reduced(self, fixed: Fixed, total: Stored, at: At) -> Stored:
-        leaves, zero = self._leaves(fixed, 1, at[2]), fixed.setup.options.zero
+        leaves, zero = self._leaves(fixed, 1, at), fixed.setup.options.zero
         return reduce_gradients(total, leaves, fixed.axes, zero=zero)
 
     def _put(

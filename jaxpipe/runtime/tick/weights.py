@@ -94,7 +94,7 @@ class Gathered(WeightSource):
         def body(chunk: Index, number: Index, slots: list[Arrays]) -> list[Arrays]:
             at = fixed.stage, chunk, number
             shards, slots = self._shards(fixed, held, at, None, slots)
-            whole = self._whole(fixed, shards, number)
+            whole = self._whole(fixed, shards, at)
             given = zip(fixed.setup.layer_layouts, slots, whole, strict=True)
             return [
                 layout.write(slot, layout.piece_at(at, slot=transfer.slot), one)
@@ -113,7 +113,7 @@ class Gathered(WeightSource):
 
         def read(n: int, at: At, nothing: Arrays, joined: list[Joined]) -> Tree:
             shards, joined = self._shards(fixed, held, at, moved[n].share, joined)
-            given = zip(joined, shards, self._leaves(fixed, shares, at[2]), strict=True)
+            given = zip(joined, shards, self._leaves(fixed, shares, at), strict=True)
             return nothing, [put_piece(j, n, w, of, sharded=True) for j, w, of in given]
 
         empty = [no_pieces(slots, room) for room in self._rooms(fixed, shares, sharded=True)]
@@ -127,7 +127,7 @@ class Gathered(WeightSource):
         def stored(c: int, layout: LayerLayout, slots: Arrays, whole: Joined) -> Arrays:
             def write(n: int, at: At, slots: Arrays, whole: Joined) -> Tree:
                 place = layout.piece_at(at, slot=moved[n].slot, share=moved[n].share)
-                piece = self._pieces(fixed, moved[n].num_shares, at[2], sharded=False)[c]
+                piece = self._pieces(fixed, moved[n].num_shares, at, sharded=False)[c]
                 return layout.write(slots, place, get_piece(whole, n, *piece)), whole
 
             return run_pieces(fixed.stage, layout, moved, write, slots, whole)[0]
@@ -152,38 +152,38 @@ class Gathered(WeightSource):
             None if one is None else layout.read(one, layout.piece_at(at))
             for layout, one in zip(layouts, held.scales, strict=True)
         ]
-        return list(map(cast, shards, self._dtypes(fixed, at[2]), scales)), carried
+        return list(map(cast, shards, self._dtypes(fixed, at), scales)), carried
 
-    def _leaves(self, fixed: Fixed, shares: int, number: Index) -> list[Leaves]:
+    def _leaves(self, fixed: Fixed, shares: int, at: At) -> list[Leaves]:
         """Leaves of a piece, or of one of its shares, by layout."""
         layouts = fixed.setup.layer_layouts
-        return [share_of(layout.of_piece(layout.piece, number), shares) for layout in layouts]
+        return [share_of(layout.of_piece(layout.piece, at), shares) for layout in layouts]
 
-    def _dtypes(self, fixed: Fixed, number: Index) -> list[Tree]:
+    def _dtypes(self, fixed: Fixed, at: At) -> list[Tree]:
         """Dtypes in which layers read a piece, by layout."""
         assert fixed.setup.compute is not None
         pairs = zip(fixed.setup.layer_layouts, fixed.setup.compute, strict=True)
-        return [layout.of_piece(dtypes, number) for layout, dtypes in pairs]
+        return [layout.of_piece(dtypes, at) for layout, dtypes in pairs]
 
     def _pieces(
-        self, fixed: Fixed, shares: int, number: Index, *, sharded: bool
+        self, fixed: Fixed, shares: int, at: At, *, sharded: bool
     ) -> list[tuple[Shapes, Leaves]]:
         """Shapes of what moves, or of a data shard's part, as it is gathered, and its leaves."""
-        leaves = self._leaves(fixed, shares, number)
+        leaves = self._leaves(fixed, shares, at)
         own = jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), leaves)
         if fixed.setup.compute is not None:
-            dtypes = self._dtypes(fixed, number)
+            dtypes = self._dtypes(fixed, at)
             own = jax.tree.map(lambda shape, dtype: shape.update(dtype=dtype), own, dtypes)
         return list(zip(own, leaves, strict=True))
 
     def _rooms(self, fixed: Fixed, shares: int, *, sharded: bool) -> list[Shapes]:
         """The room that pieces, or shares of them, need on their way, by layout."""
-        numbers = range(len(fixed.params.pieces))
-        pieces = [self._pieces(fixed, shares, n, sharded=sharded) for n in numbers]
+        places = fixed.params.differing
+        pieces = [self._pieces(fixed, shares, at, sharded=sharded) for at in places]
         return [room_for(one, sharded=sharded) for one in zip(*pieces, strict=True)]
 
-    def _whole(self, fixed: Fixed, shards: list[Stored], number: Index) -> list[Stored]:
-        pairs = zip(shards, self._leaves(fixed, 1, number), strict=True)
+    def _whole(self, fixed: Fixed, shards: list[Stored], at: At) -> list[Stored]:
+        pairs = zip(shards, self._leaves(fixed, 1, at), strict=True)
         return [gather(one, leaves, fixed.axes) for one, leaves in pairs]
 
     def layer(self, work: LayerWork) -> list[Stored]:
