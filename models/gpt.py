@@ -356,13 +356,15 @@ def model(
 
     sharing = Sharing(Tensor(tensor_axis), Context(context_axis), expert_axis, data_axes)
     over: dict[str, Any] = {"axis": vocabulary_axis, "sequence_axis": tensor_axis}
+    of_lookup = over | {"by_width": not config.tied}
 
     def embed(outer: PyTree, microbatch: Batch, rng: Key) -> PyTree:
-        x = _embed(config, outer, microbatch, rng, sharing, over)
+        x = _embed(config, outer, microbatch, rng, sharing, of_lookup)
         if config.mtp_loss is None:
             return x
         next_ids = sharing.context.own(jnp.roll(_inputs(microbatch), -1, axis=1), 1)
-        return x, vocabulary.lookup(outer["embed"]["table"], next_ids, dtype=x.dtype, **over)
+        table = outer["embed"]["table"]
+        return x, vocabulary.lookup(table, next_ids, dtype=x.dtype, **of_lookup)
 
     def head_loss(outer: PyTree, x: PyTree, microbatch: Batch, rng: Key) -> PyTree:
         del rng

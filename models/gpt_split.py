@@ -63,4 +63,9 @@ def of_parameters(
 
     splits = tuple(map(of_layer, layers))
     of_layers = {"layers": splits[0] if config.layers_are_alike else splits}
-    return of_layers if axis is None else of_layers | of_tables(outer, P(axis))
+    if axis is None:
+        return of_layers
+    of_outer = of_tables(outer, P(axis))
+    if not config.tied:  # of the embedding alone: by columns, as `vocabulary.lookup` likes it best
+        of_outer["embed"]["table"] = P(None, axis)
+    return of_layers | of_outer

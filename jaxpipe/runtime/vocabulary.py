@@ -28,6 +28,7 @@ def lookup(
     *,
     axis: str | None = None,
     sequence_axis: str | None = None,
+    by_width: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Array:
     """Returns rows of an embedding table that may be split over a mesh axis.
@@ -38,7 +39,10 @@ def lookup(
       ids: int [...], each in [0, vocab), the same on every device of the axis.
       axis: the mesh axis that splits the table, inside `jax.shard_map`; None for a whole table.
       sequence_axis: a model axis that also splits the table, as the outer axis of the two, and the
-        last dimension of the rows; None for none.
+        last dimension of the ids; None for none.
+      by_width: whether that axis splits the table's width, [vocab / p, width / t]. Devices then
+        exchange their columns of all rows, 1 / t of the bytes that a sum over them takes. A table
+        that is also the head's is split by its rows.
       dtype: dtype of the rows, which devices exchange; None for the table's.
 
     Returns:
@@ -49,17 +53,19 @@ def lookup(
       >>> lookup(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0])).tolist()
       [[4.0, 5.0], [0.0, 1.0]]
     """
-    names = _names(axis, sequence_axis)
+    names = _names(axis, None if by_width else sequence_axis)
     local, held = _local(ids, table.shape[0], names)
     # Clipped rather than filled: ids out of the slice are zeroed below, which also keeps their
     # gradients out.
     rows = jnp.take(table, local, axis=0, mode="clip").astype(dtype or table.dtype)
-    if not names:
-        return rows
-    rows = jnp.where(held[..., None], rows, 0)
+    if names:
+        rows = jnp.where(held[..., None], rows, 0)
     if sequence_axis is not None:
         dim = ids.ndim - 1
-        rows = lax.psum_scatter(rows, sequence_axis, scatter_dimension=dim, tiled=True)
+        if by_width:
+            rows = lax.all_to_all(rows, sequence_axis, dim, dim + 1, tiled=True)
+        else:
+            rows = lax.psum_scatter(rows, sequence_axis, scatter_dimension=dim, tiled=True)
     return rows if axis is None else _sum_replicated(rows, axis)
 
 
@@ -109,9 +115,7 @@ def cross_entropy(
       >>> float(cross_entropy(jnp.zeros((5, 2)), jnp.ones((4, 2)), jnp.zeros(5, int), vocab_size=4))
       1.3862943649291992
     """
-    if sequence_axis is not None:
-        x = lax.all_gather(x, sequence_axis, axis=x.ndim - 2, tiled=True)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _whole(x, axis, sequence_axis).reshape(-1, x.shape[-1])
     if weights is not None:
         weights = weights.reshape(-1).astype(_wide(x.dtype))
     return _cross_entropy(
@@ -169,6 +173,28 @@ _sum_replicated.defvjp(
     lambda x, axis: (lax.psum(x, axis), None),
     lambda axis, _, cotangent: (cotangent,),
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _whole(x: Array, axis: str | None, sequence_axis: str | None) -> Array:
+    """The whole sequence. The backward sums over devices, last over the axis that has every stage's
+    links: there, only a part of the sequence travels."""
+    if sequence_axis is None:
+        return x
+    return lax.all_gather(x, sequence_axis, axis=x.ndim - 2, tiled=True)
+
+
+def _cotangent_of_whole(
+    axis: str | None, sequence_axis: str | None, _: None, cotangent: Array
+) -> tuple[Array]:
+    if sequence_axis is not None:
+        cotangent = lax.psum_scatter(
+            cotangent, sequence_axis, scatter_dimension=cotangent.ndim - 2, tiled=True
+        )
+    return (cotangent if axis is None else lax.psum(cotangent, axis),)
+
+
+_whole.defvjp(lambda *args: (_whole(*args), None), _cotangent_of_whole)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -240,8 +266,6 @@ def _cross_entropy_backward(
     )
     dx_NE = (dx_NE * scale).astype(x_NE.dtype)  # as large as a message: summed in its dtype
     dtable_VE = jnp.einsum("nv,ne->ve", dlogits_NV, x_NE, preferred_element_type=wide)
-    if head.axis is not None:
-        dx_NE = lax.psum(dx_NE, head.axis)
     dbias_V = None
     if bias_V is not None:
         dbias_V = (dlogits_NV.sum(axis=0, dtype=wide) * scale).astype(bias_V.dtype)
