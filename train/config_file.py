@@ -25,11 +25,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
       ConfigError: the file is missing, unreadable, not YAML, or names a key twice.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_LONGEST + 1)
-        if len(text) > _LONGEST:
-            raise yaml.YAMLError(_TOO_LONG)
-        raw = yaml.load(text, Loader=_Loader)
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError as error:
         near = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         listed = ", ".join(map(str, near)) or "none in its folder"
@@ -122,44 +118,8 @@ def _rule(problem: Any) -> str:
     return _RULES.get(problem["type"], problem["msg"][:1].lower() + problem["msg"][1:])
 
 
-_LONGEST = 100_000
-"""Most characters of a configuration, with all that its aliases stand for."""
-_DEEPEST = 100
-"""Most levels of a configuration."""
-_TOO_LONG = f"it has more than {_LONGEST} characters, counting its aliases in full."
-
-
-def _size(node: Any, sizes: dict[int, int]) -> int:
-    """Counts the characters of a node's scalars, as often as aliases repeat them."""
-    if isinstance(node, tuple):  # a key and its value
-        return sum(_size(part, sizes) for part in node)
-    if id(node) not in sizes:
-        is_scalar = isinstance(node, yaml.ScalarNode)
-        own = len(node.value) if is_scalar else sum(_size(part, sizes) for part in node.value)
-        sizes[id(node)] = 1 + own
-    return sizes[id(node)]
-
-
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does; refuses repeated keys, aliases that multiply and deep nests.
-
-    How deep Python itself goes depends on the interpreter and on what else runs in it.
-    """
-
-    _depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self._depth >= _DEEPEST:
-            raise RecursionError
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        if _size(node, {}) > _LONGEST:
-            raise yaml.YAMLError(_TOO_LONG)
-        return super().construct_document(node)
+    """Reads numbers as YAML 1.2 does, and refuses repeated keys."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

