@@ -30,24 +30,20 @@ def failures(config: Config) -> Iterator[Failure]:
     lora, own = config.lora, LoraConfig()
     if not lora.rank:
         for name in ("alpha", "targets", "dropout", "init_from", "base"):
-            if (value := getattr(lora, name)) != getattr(own, name):
-                yield Failure(
-                    f"lora.{name}={value} has no effect with lora.rank=0. Nearest valid: "
-                    "lora.rank=8.",
-                    (f"lora.{name}", "lora.rank"),
+            if getattr(lora, name) != getattr(own, name):
+                yield config.failure(
+                    f"$lora.{name} has no effect with $lora.rank. Nearest valid: lora.rank=8."
                 )
     elif not tasks.find(config.task).adapts:
-        yield Failure(
-            f"lora.rank={lora.rank}: layers of task={config.task} have no adapters; those of "
-            "task=gpt do. Nearest valid: lora.rank=0.",
-            ("lora.rank", "task"),
+        yield config.failure(
+            "$lora.rank: layers of $task have no adapters; those of task=gpt do. Nearest valid: "
+            "lora.rank=0."
         )
         return
     else:
         yield from _targets(config)
         yield from _base(config)
-    patterns = pipeline_section.trainable(config)
-    if patterns is not None:
+    if pipeline_section.trainable(config) is not None:
         yield from _patterns(config)
         yield from _unfit(config, "lora.rank" if lora.rank else "train.trainable")
 
@@ -75,13 +71,11 @@ def _targets(config: Config) -> Iterator[Failure]:
 
 def _base(config: Config) -> Iterator[Failure]:
     """Finds what rounded kernels and dropout of adapters do not go with."""
-    lora, path = config.lora, "lora.base"
+    lora = config.lora
     if lora.base != "float32" and config.pipeline.fp8:
-        yield Failure(
-            f"{path}={lora.base} keeps kernels in {'8' if lora.base == 'int8' else '4'} bits "
-            f"already, and pipeline.fp8={config.pipeline.fp8} would round them again. Nearest "
-            "valid: pipeline.fp8=null.",
-            (path, "pipeline.fp8"),
+        yield config.failure(
+            f"$lora.base keeps kernels in {'8' if lora.base == 'int8' else '4'} bits already, and "
+            "$pipeline.fp8 would round them again. Nearest valid: pipeline.fp8=null."
         )
     shape = dataclasses.replace(tasks.make(config).shape, adapters=None)
     if lora.base == "nf4":
@@ -93,29 +87,24 @@ def _base(config: Config) -> Iterator[Failure]:
         }
         odd = [f"{name} has {count}" for name, count in inputs.items() if count % 2]
         if odd:
-            yield Failure(
-                f"{path}=nf4 keeps two inputs of a linear map in a byte, and {', '.join(odd)} "
-                "inputs. Nearest valid: int8.",
-                (path,),
+            yield config.failure(
+                f"$lora.base keeps two inputs of a linear map in a byte, and {', '.join(odd)} "
+                "inputs. Nearest valid: int8."
             )
-        devices = config.mesh.tensor
         blocks = {name: inputs[name] // math.gcd(inputs[name], BLOCK)
                   for name in ("out", "down") if name in inputs}  # fmt: skip
-        uneven = [f"{count} of {name}" for name, count in blocks.items() if count % devices]
+        uneven = [f"{n} of {name}" for name, n in blocks.items() if n % config.mesh.tensor]
         if uneven and not odd:
-            yield Failure(
-                f"mesh.tensor={devices} does not divide the blocks of up to {BLOCK} inputs that "
-                f"{path}=nf4 keeps a scale for ({', '.join(uneven)}). Nearest valid: {path}=int8, "
-                "or mesh.tensor=1.",
-                ("mesh.tensor", path),
+            yield config.failure(
+                f"$mesh.tensor does not divide the blocks of up to {BLOCK} inputs that $lora.base "
+                f"keeps a scale for ({', '.join(uneven)}). Nearest valid: lora.base=int8, or "
+                "mesh.tensor=1."
             )
     for axis in ("tensor", "context"):
-        if lora.dropout and (devices := getattr(config.mesh, axis)) > 1:
-            yield Failure(
-                f"lora.dropout={lora.dropout} cannot be combined with mesh.{axis}={devices}, whose "
-                f"devices have parts of what an adapter reads. Nearest valid: lora.dropout=0, or "
-                f"mesh.{axis}=1.",
-                ("lora.dropout", f"mesh.{axis}"),
+        if lora.dropout and getattr(config.mesh, axis) > 1:
+            yield config.failure(
+                f"$lora.dropout cannot be combined with $mesh.{axis}, whose devices have parts of "
+                f"what an adapter reads. Nearest valid: lora.dropout=0, or mesh.{axis}=1."
             )
 
 
@@ -169,26 +158,25 @@ def num_trained(patterns: Sequence[str], params: PyTree) -> int:
 
 def _unfit(config: Config, path: str) -> Iterator[Failure]:
     """Finds settings that need all parameters to be trained."""
-    section, _, name = path.partition(".")
-    given = f"{path}={getattr(getattr(config, section), name)}"
-    if pipeline_section.is_asynchronous(config):
-        yield Failure(
-            f"{given} freezes parameters, and pipeline.schedule={config.pipeline.schedule} keeps "
-            "versions of all. Nearest valid: pipeline.schedule=1f1b.",
-            (path, "pipeline.schedule"),
-        )
-    if config.optimizer.ema_decay:
-        yield Failure(
-            f"{given} freezes parameters, and optimizer.ema_decay={config.optimizer.ema_decay} "
-            "averages all. Nearest valid: optimizer.ema_decay=0.",
-            (path, "optimizer.ema_decay"),
-        )
-    if (bound := getattr(config.model, "qk_clip", None)) is not None:
-        yield Failure(
-            f"{given} freezes parameters, and model.qk_clip={bound} scales weights of queries and "
-            "keys. Nearest valid: model.qk_clip=null.",
-            (path, "model.qk_clip"),
-        )
+    for other, is_set, why, valid in (
+        (
+            "pipeline.schedule",
+            pipeline_section.is_asynchronous(config),
+            "keeps versions of all",
+            "1f1b",
+        ),
+        ("optimizer.ema_decay", config.optimizer.ema_decay, "averages all", 0),
+        (
+            "model.qk_clip",
+            getattr(config.model, "qk_clip", None) is not None,
+            "scales weights of queries and keys",
+            "null",
+        ),
+    ):
+        if is_set:
+            yield config.failure(
+                f"${path} freezes parameters, and ${other} {why}. Nearest valid: {other}={valid}."
+            )
 
 
 def others(before: Config, config: Config, of: str) -> Iterator[Failure]:

@@ -18,13 +18,12 @@ from jaxpipe import schedules
 from jaxpipe.errors import shortened, shown
 from jaxpipe.schedule import is_users
 from models.validation import nearest_divisors
-from train import adapters, errors, initial, optimizers, pipeline_section, publish, tasks
+from train import adapters, errors, initial, optimizers, pipeline_section, tasks
 from train.config import AsynchronousConfig, Config, Range, Section
 from train.data.folder import prepare_hint
 from train.errors import Failure
 from train.processes import distributed
 from train.runs import run_folder
-from train.watch import noise, profile
 
 Rule = Callable[[Config], Iterator[Failure]]
 
@@ -47,6 +46,108 @@ _FAMILIES = {
     "context": "gpt",
     "expert": "gpt with model.num_experts",
 }
+
+_drains_never = pipeline_section.is_asynchronous
+
+
+def _updates_chunks(config: Config) -> bool:
+    return config.pipeline.update == "chunk" and not _drains_never(config)
+
+
+_CONFLICTS: tuple[tuple[Callable[[Config], object], str], ...] = (
+    (
+        lambda c: c.pipeline.memory_limit and pipeline_section.limit_of_memory(c) == "residuals",
+        "$pipeline.memory_limit has no effect with $pipeline.schedule and $pipeline.residuals, "
+        "which is the limit. Nearest valid: pipeline.memory_limit=null, or "
+        "pipeline.residuals=device.",
+    ),
+    (
+        lambda c: _updates_chunks(c) and c.optimizer.clip_norm,
+        "$pipeline.update updates a chunk before the gradients of all others are known, and "
+        "$optimizer.clip_norm needs the norm of all. Nearest valid: optimizer.clip_norm=0, or "
+        "pipeline.update=step.",
+    ),
+    (
+        lambda c: _updates_chunks(c) and c.pipeline.weights == "unrolled",
+        "$pipeline.update updates a chunk piece by piece in stacked arrays, and $pipeline.weights "
+        "keeps one array per layer. Nearest valid: pipeline.weights=stacked, or "
+        "pipeline.update=step.",
+    ),
+    (
+        lambda c: c.data.document_tokens and c.data.documents == "joined",
+        "$data.document_tokens has no effect with $data.documents, where tokens also see earlier "
+        "documents. Nearest valid: data.document_tokens=null, or data.documents=packed.",
+    ),
+    (
+        lambda c: c.optimizer.max_skipped and c.pipeline.update == "chunk",
+        "$optimizer.max_skipped needs all gradients of a step before one is used, and "
+        "$pipeline.update never has all. Nearest valid: optimizer.max_skipped=0, or "
+        "pipeline.update=step.",
+    ),
+    (
+        lambda c: c.optimizer.offload and c.pipeline.update == "chunk",
+        "$optimizer.offload fetches the optimizer's state when all gradients are there, and "
+        "$pipeline.update updates before. Nearest valid: optimizer.offload=false, or "
+        "pipeline.update=step.",
+    ),
+    (
+        lambda c: c.optimizer.offload and c.optimizer.max_skipped,
+        "$optimizer.offload returns the optimizer's state after the update, and "
+        "$optimizer.max_skipped chooses between the old state and the new one. Nearest valid: "
+        "optimizer.offload=false, or optimizer.max_skipped=0.",
+    ),
+    (
+        lambda c: c.optimizer.offload and _drains_never(c),
+        "$optimizer.offload fetches the optimizer's state once per step, and $pipeline.schedule "
+        "updates each stage at another time. Nearest valid: optimizer.offload=false.",
+    ),
+    (
+        lambda c: c.optimizer.ema_decay and _drains_never(c),
+        "$optimizer.ema_decay averages weights as the optimizer leaves them, and "
+        "$pipeline.schedule scales its updates after that. Nearest valid: optimizer.ema_decay=0.",
+    ),
+    (
+        lambda c: c.optimizer.skip_above and not c.optimizer.max_skipped,
+        "$optimizer.skip_above has no effect with $optimizer.max_skipped. Nearest valid: "
+        "optimizer.max_skipped=10, or optimizer.skip_above=0.",
+    ),
+    (
+        lambda c: c.train.noise_every and _drains_never(c),
+        "$train.noise_every compares gradients of the same weights, and those of "
+        "$pipeline.schedule are of several. Nearest valid: train.noise_every=0.",
+    ),
+    (
+        lambda c: c.train.noise_every and c.pipeline.update == "chunk",
+        "$train.noise_every needs the norm of the whole gradient, which $pipeline.update does not "
+        "know. Nearest valid: pipeline.update=step.",
+    ),
+    (
+        lambda c: c.train.noise_every and c.pipeline.microbatches < 2,
+        "$train.noise_every compares a microbatch with all of them, and there is one: "
+        "$pipeline.microbatches. Nearest valid: pipeline.microbatches=2.",
+    ),
+    (
+        lambda c: c.train.timeline_at and _drains_never(c),
+        "$train.timeline_at cannot be combined with $pipeline.schedule, which never drains: no "
+        "call is a whole step. Nearest valid: null.",
+    ),
+    (
+        lambda c: c.distributed.copy_every and _drains_never(c),
+        "$distributed.copy_every needs a pipeline that drains in every step, and "
+        "$pipeline.schedule does not: the residuals in flight would not fit a smaller mesh. "
+        "Nearest valid: 0, or pipeline.schedule=1f1b.",
+    ),
+    (
+        lambda c: c.distributed.copy_every and not hasattr(os, "memfd_create"),
+        "$distributed.copy_every needs Linux, which has files in memory. Nearest valid: 0.",
+    ),
+    (
+        lambda c: c.publish.path and not tasks.find(c.task).adapts,
+        "$publish.path: servers read decoders, and $task trains none. Nearest valid: "
+        "publish.path=null.",
+    ),
+)
+"""Conditions of a configuration that cannot run, and the rules that it breaks."""
 
 _NOT_ASYNCHRONOUS = (
     ("weights", "stacked", "keeps several versions of the weights"),
@@ -91,22 +192,18 @@ def check(
         slices,
         _alike,
         _compute_dtype,
-        _update,
         _partition,
         _batch,
-        _documents,
         _data,
         lambda config: tasks.make(config).unread_options(),
         _warmup,
         _kept_checkpoints,
         optimizers.failures,
         adapters.failures,
-        publish.failures,
-        profile.failures,
-        noise.failures,
+        _profile,
         _processes,
-        _copies,
         _wandb,
+        lambda config: (config.failure(rule) for breaks, rule in _CONFLICTS if breaks(config)),
     ]
     if wrong_model or not (reads or Path(config.data.path).exists()):
         rules.remove(_data)
@@ -175,11 +272,9 @@ def _model(config: Config) -> Iterator[Failure]:
         yield from errors.of_model(error)
         return
     if layers > _MOST_LAYERS:
-        given = " and ".join(f"{path}={config.flat()[path]}" for path in _depth(config))
-        yield Failure(
-            f"{given} makes {layers} layers. Nearest valid: at most {_MOST_LAYERS} layers.",
-            tuple(_depth(config)),
-        )
+        given = " and ".join(f"${path}" for path in _depth(config))
+        nearest = f"Nearest valid: at most {_MOST_LAYERS} layers."
+        yield config.failure(f"{given} makes {layers} layers. {nearest}")
 
 
 def _text(config: Config) -> Iterator[Failure]:
@@ -198,14 +293,6 @@ def _text(config: Config) -> Iterator[Failure]:
 
 
 def _schedule(config: Config) -> Iterator[Failure]:
-    limit, residuals = config.pipeline.memory_limit, config.pipeline.residuals
-    if limit is not None and pipeline_section.limit_of_memory(config) == "residuals":
-        yield Failure(
-            f"pipeline.memory_limit={limit} has no effect with pipeline.schedule=auto and "
-            f"pipeline.residuals={residuals}, which is the limit. Nearest valid: "
-            "pipeline.memory_limit=null, or pipeline.residuals=device.",
-            ("pipeline.memory_limit", "pipeline.residuals", "pipeline.schedule"),
-        )
     layers, chunks = config.num_layers, config.pipeline.chunks or 1
     # A placement of too few layers cannot be searched, which is said below.
     if layers >= config.mesh.stage or not pipeline_section.chooses_placement(config):
@@ -217,12 +304,10 @@ def _schedule(config: Config) -> Iterator[Failure]:
         else:
             chunks = order.num_chunks
             if config.pipeline.pair_layers and not order.overlapped:
-                yield Failure(
-                    f"pipeline.pair_layers=true has no effect: pipeline.schedule="
-                    f"{config.pipeline.schedule} overlaps no forward with a backward. Nearest "
-                    "valid: null, or pipeline.schedule=dualpipe-v-published with more microbatches "
-                    "than stages.",
-                    ("pipeline.pair_layers", "pipeline.schedule"),
+                yield config.failure(
+                    "$pipeline.pair_layers has no effect: $pipeline.schedule overlaps no forward "
+                    "with a backward. Nearest valid: null, or pipeline.schedule="
+                    "dualpipe-v-published with more microbatches than stages."
                 )
     needed = config.mesh.stage * chunks
     if layers < needed:
@@ -246,47 +331,21 @@ def _depth(config: Config) -> list[str]:
 
 def _alike(config: Config) -> Iterator[Failure]:
     """Finds a setting that needs layers that are alike."""
-    residuals = config.pipeline.residuals
-    if isinstance(residuals, str):
+    if isinstance(config.pipeline.residuals, str):
         return
     if not tasks.make(config).model(train=True, axis=None).layers_are_alike:
-        yield Failure(
-            f"pipeline.residuals={residuals} needs layers that are alike; those of "
-            f"task={config.task} differ. Nearest valid: host.",
-            ("pipeline.residuals", "task"),
+        yield config.failure(
+            "$pipeline.residuals needs layers that are alike; those of $task differ. Nearest "
+            "valid: host."
         )
 
 
 def _compute_dtype(config: Config) -> Iterator[Failure]:
     dtype = config.pipeline.compute_dtype
-    if dtype is None:
-        return
-    own = getattr(config.model, "dtype", None)
-    if own != dtype:
-        yield Failure(
-            f"pipeline.compute_dtype={dtype} would round the weights of layers that compute in "
-            f"model.dtype={own}. Nearest valid: model.dtype={dtype}, or "
-            "pipeline.compute_dtype=null.",
-            ("pipeline.compute_dtype", "model.dtype"),
-        )
-
-
-def _update(config: Config) -> Iterator[Failure]:
-    if config.pipeline.update == "step" or pipeline_section.is_asynchronous(config):
-        return
-    if config.optimizer.clip_norm:
-        yield Failure(
-            "pipeline.update=chunk updates a chunk before the gradients of all others are known, "
-            f"and optimizer.clip_norm={config.optimizer.clip_norm} needs the norm of all. Nearest "
-            "valid: optimizer.clip_norm=0, or pipeline.update=step.",
-            ("pipeline.update", "optimizer.clip_norm"),
-        )
-    if config.pipeline.weights == "unrolled":
-        yield Failure(
-            "pipeline.update=chunk updates a chunk piece by piece in stacked arrays, and "
-            "pipeline.weights=unrolled keeps one array per layer. Nearest valid: "
-            "pipeline.weights=stacked, or pipeline.update=step.",
-            ("pipeline.update", "pipeline.weights"),
+    if dtype is not None and getattr(config.model, "dtype", None) != dtype:
+        yield config.failure(
+            "$pipeline.compute_dtype would round the weights of layers that compute in "
+            f"$model.dtype. Nearest valid: model.dtype={dtype}, or pipeline.compute_dtype=null."
         )
 
 
@@ -322,19 +381,16 @@ def _batch(config: Config) -> Iterator[Failure]:
         config.mesh.data,
     )
     sizes = _multiples(size, count * shards)
-    fields = ("train.batch_size", "pipeline.microbatches")
     if size % count:
-        yield Failure(
-            f"pipeline.microbatches={count} does not divide train.batch_size={size}. Nearest "
-            f"valid: pipeline.microbatches={_divisors(size, count)}, or train.batch_size={sizes}.",
-            fields,
+        yield config.failure(
+            "$pipeline.microbatches does not divide $train.batch_size. Nearest valid: "
+            f"pipeline.microbatches={_divisors(size, count)}, or train.batch_size={sizes}."
         )
     elif size // count % shards:
-        yield Failure(
-            f"mesh.data={shards} does not divide the {size // count} rows of a microbatch "
-            f"(train.batch_size={size} / pipeline.microbatches={count}). Nearest valid: "
-            f"mesh.data={_divisors(size // count, shards)}, or train.batch_size={sizes}.",
-            (*fields, "mesh.data"),
+        yield config.failure(
+            f"$mesh.data does not divide the {size // count} rows of a microbatch "
+            "($train.batch_size / $pipeline.microbatches). Nearest valid: "
+            f"mesh.data={_divisors(size // count, shards)}, or train.batch_size={sizes}."
         )
 
 
@@ -345,17 +401,6 @@ def _divisors(whole: int, value: int) -> str:
 def _multiples(value: int, unit: int) -> str:
     below = value // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
-
-
-def _documents(config: Config) -> Iterator[Failure]:
-    tokens = config.data.document_tokens
-    if tokens is not None and config.data.documents == "joined":
-        yield Failure(
-            f"data.document_tokens={tokens} has no effect with data.documents=joined, where tokens "
-            "also see earlier documents. Nearest valid: data.document_tokens=null, or "
-            "data.documents=packed.",
-            ("data.document_tokens", "data.documents"),
-        )
 
 
 def _data(config: Config) -> Iterator[Failure]:
@@ -370,32 +415,36 @@ def _data(config: Config) -> Iterator[Failure]:
 def _warmup(config: Config) -> Iterator[Failure]:
     warmup, steps = config.optimizer.warmup_steps, config.train.steps
     if warmup > steps and config.optimizer.schedule == "warmup_cosine":
-        yield Failure(
-            f"optimizer.warmup_steps={warmup} is longer than train.steps={steps}. "
-            f"Nearest valid: {steps}.",
-            ("optimizer.warmup_steps", "train.steps"),
+        yield config.failure(
+            f"$optimizer.warmup_steps is longer than $train.steps. Nearest valid: {steps}."
         )
 
 
 def _kept_checkpoints(config: Config) -> Iterator[Failure]:
     every, saved = config.train.keep_every, config.train.checkpoint_every
     if every is not None and every % saved:
-        yield Failure(
-            f"train.keep_every={every} is not a multiple of train.checkpoint_every={saved}, so not "
-            f"all of its steps have a checkpoint. Nearest valid: {_multiples(every, saved)}.",
-            ("train.keep_every", "train.checkpoint_every"),
+        yield config.failure(
+            "$train.keep_every is not a multiple of $train.checkpoint_every, so not all of its "
+            f"steps have a checkpoint. Nearest valid: {_multiples(every, saved)}."
+        )
+
+
+def _profile(config: Config) -> Iterator[Failure]:
+    first, last = config.train.profile_from, config.train.profile_to
+    if last is not None and (first is None or last < first):
+        yield config.failure(
+            "$train.profile_to must not lie before $train.profile_from. Nearest valid: "
+            f"train.profile_from={last}."
         )
 
 
 def _processes(config: Config) -> Iterator[Failure]:
     settings = config.distributed
     count, number = settings.num_processes, settings.process_id
-    paths = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
     if settings.coordinator is None and (count is not None or number is not None):
-        yield Failure(
-            f"distributed.num_processes={errors.in_yaml(count)} and distributed.process_id="
-            f"{errors.in_yaml(number)} need distributed.coordinator, such as localhost:12345.",
-            paths,
+        yield config.failure(
+            "$distributed.num_processes and $distributed.process_id need distributed.coordinator, "
+            "such as localhost:12345."
         )
     if settings.coordinator is not None:
         host, _, port = settings.coordinator.rpartition(":")
@@ -403,31 +452,12 @@ def _processes(config: Config) -> Iterator[Failure]:
             yield Failure(
                 f"distributed.coordinator={settings.coordinator!r} must be HOST:PORT, such as "
                 "localhost:12345.",
-                paths[:1],
+                ("distributed.coordinator",),
             )
     if count is not None and number is not None and number >= count:
-        yield Failure(
-            f"distributed.process_id={number} must be below distributed.num_processes={count}. "
-            f"Nearest valid: {count - 1}.",
-            paths[1:],
-        )
-
-
-def _copies(config: Config) -> Iterator[Failure]:
-    """Finds copies in memory that could not be continued."""
-    every = config.distributed.copy_every
-    if every and pipeline_section.is_asynchronous(config):
-        yield Failure(
-            f"distributed.copy_every={every} needs a pipeline that drains in every step, and "
-            f"pipeline.schedule={config.pipeline.schedule} does not: the residuals in flight would "
-            "not fit a smaller mesh. Nearest valid: 0, or pipeline.schedule=1f1b.",
-            ("distributed.copy_every", "pipeline.schedule"),
-        )
-    if every and not hasattr(os, "memfd_create"):
-        yield Failure(
-            f"distributed.copy_every={every} needs Linux, which has files in memory. Nearest "
-            "valid: 0.",
-            ("distributed.copy_every",),
+        yield config.failure(
+            "$distributed.process_id must be below $distributed.num_processes. Nearest valid: "
+            f"{count - 1}."
         )
 
 
@@ -503,11 +533,10 @@ def _size(config: Config) -> Iterator[Failure]:
     """Refuses schedules that would take minutes to build, and more to compile."""
     pipeline, stages = config.pipeline, config.mesh.stage
     if stages * (pipeline.chunks or 1) * pipeline.microbatches > _MAX_PASSES:
-        chunks = "" if pipeline.chunks is None else f" x pipeline.chunks={pipeline.chunks}"
-        yield Failure(
-            f"mesh.stage={stages}{chunks} x pipeline.microbatches={pipeline.microbatches} is more "
-            f"than a schedule can hold. Nearest valid: a product of at most {_MAX_PASSES}.",
-            ("mesh.stage", "pipeline.chunks", "pipeline.microbatches"),
+        chunks = "" if pipeline.chunks is None else " x $pipeline.chunks"
+        yield config.failure(
+            f"$mesh.stage{chunks} x $pipeline.microbatches is more than a schedule can hold. "
+            f"Nearest valid: a product of at most {_MAX_PASSES}."
         )
 
 
@@ -515,36 +544,31 @@ def replicas(config: Config) -> Iterator[Failure]:
     """Checks that replicas divide data shards, and that experts divide a replica's shards."""
     data, replica, expert = config.mesh.data, config.mesh.replica, config.mesh.expert
     if data % replica:
-        yield Failure(
-            f"mesh.replica={replica} does not divide mesh.data={data}. Nearest valid: "
-            f"mesh.replica={_divisors(data, replica)}.",
-            ("mesh.replica", "mesh.data"),
+        yield config.failure(
+            "$mesh.replica does not divide $mesh.data. Nearest valid: mesh.replica="
+            f"{_divisors(data, replica)}."
         )
     elif data // replica % expert:
-        yield Failure(
-            f"mesh.expert={expert} does not divide mesh.data={data} / mesh.replica={replica}. "
-            f"Nearest valid: mesh.expert={_divisors(data // replica, expert)}.",
-            ("mesh.expert", "mesh.data", "mesh.replica"),
+        yield config.failure(
+            "$mesh.expert does not divide $mesh.data / $mesh.replica. Nearest valid: mesh.expert="
+            f"{_divisors(data // replica, expert)}."
         )
 
 
 def shared_axes(config: Config) -> Iterator[Failure]:
     """Checks that devices that share a layer have equal parts of it."""
-    for axis, devices in config.mesh.shared_axes().items():
+    for axis in config.mesh.shared_axes():
         field = f"mesh.{axis}"
-        if pipeline_section.is_asynchronous(config):
-            yield Failure(
-                f"{field}={devices} is not supported with pipeline.schedule="
-                f"{config.pipeline.schedule}, which splits no layer over devices. Nearest valid: "
-                f"{field}=1, or pipeline.schedule=1f1b.",
-                (field, "pipeline.schedule"),
+        if _drains_never(config):
+            yield config.failure(
+                f"${field} is not supported with $pipeline.schedule, which splits no layer over "
+                f"devices. Nearest valid: {field}=1, or pipeline.schedule=1f1b."
             )
         counts = tasks.make(config).shared(axis)
         if not counts:
-            yield Failure(
-                f"{field}={devices} is not supported for task={config.task}, only for task="
-                f"{_FAMILIES[axis]}. Nearest valid: {field}=1.",
-                (field, "task"),
+            yield config.failure(
+                f"${field} is not supported for $task, only for task={_FAMILIES[axis]}. Nearest "
+                f"valid: {field}=1."
             )
         for name, count in counts.items():
             yield from _shared(config, axis, f"model.{name}", count)
@@ -578,27 +602,23 @@ def balanced(config: Config) -> Iterator[Failure]:
     """Checks that states of whole layers can change biases or weights once per step."""
     for field, what in (("bias_speed", "moves biases"), ("qk_clip", "clips weights")):
         path = f"model.{field}"
-        if (value := getattr(config.model, field, None)) is None:
+        if getattr(config.model, field, None) is None:
             continue
         for axis in ("tensor", "context"):
-            if (devices := getattr(config.mesh, axis)) > 1:
-                yield Failure(
-                    f"mesh.{axis}={devices} cannot be combined with {path}={value}, which needs "
-                    f"whole layers on each device. Nearest valid: mesh.{axis}=1, or {path}=null.",
-                    (f"mesh.{axis}", path),
+            if getattr(config.mesh, axis) > 1:
+                yield config.failure(
+                    f"$mesh.{axis} cannot be combined with ${path}, which needs whole layers on "
+                    f"each device. Nearest valid: mesh.{axis}=1, or {path}=null."
                 )
-        if pipeline_section.is_asynchronous(config):
-            schedule = config.pipeline.schedule
-            yield Failure(
-                f"{path}={value} {what} at the end of each step, and pipeline.schedule={schedule} "
-                f"never ends a step. Nearest valid: {path}=null, or pipeline.schedule=1f1b.",
-                (path, "pipeline.schedule"),
+        if _drains_never(config):
+            yield config.failure(
+                f"${path} {what} at the end of each step, and $pipeline.schedule never ends a "
+                f"step. Nearest valid: {path}=null, or pipeline.schedule=1f1b."
             )
         if field == "qk_clip" and config.pipeline.update == "chunk":
-            yield Failure(
-                f"{path}={value} {what} after all microbatches, and pipeline.update=chunk updates "
-                f"earlier. Nearest valid: {path}=null, or pipeline.update=step.",
-                (path, "pipeline.update"),
+            yield config.failure(
+                f"${path} {what} after all microbatches, and $pipeline.update updates earlier. "
+                f"Nearest valid: {path}=null, or pipeline.update=step."
             )
 
 
@@ -607,50 +627,44 @@ def slices(config: Config) -> Iterator[Failure]:
     path, number = "pipeline.sequence_slices", config.pipeline.sequence_slices
     if number == 1:
         return
-    family = tasks.find(config.task)
-    if not family.slices:
-        yield Failure(
-            f"{path}={number}: layers of task={config.task} run whole sequences; only those of "
-            f"task=gpt run slices. Nearest valid: {path}=1.",
-            (path, "task"),
+    if not tasks.find(config.task).slices:
+        yield config.failure(
+            f"${path}: layers of $task run whole sequences; only those of task=gpt run slices. "
+            f"Nearest valid: {path}=1."
         )
         return
     for field in ("bias_speed", "qk_clip", "mtp_loss"):
-        if (value := getattr(config.model, field, None)) is not None:
-            yield Failure(
-                f"{path}={number} cannot be combined with model.{field}={value}, which needs whole "
-                f"sequences. Nearest valid: {path}=1, or model.{field}=null.",
-                (path, f"model.{field}"),
+        if getattr(config.model, field, None) is not None:
+            yield config.failure(
+                f"${path} cannot be combined with $model.{field}, which needs whole sequences. "
+                f"Nearest valid: {path}=1, or model.{field}=null."
             )
     length, context = tasks.make(config).units_per_row, config.mesh.context
     parts = number * (
         context * math.lcm(2, config.mesh.tensor) if context > 1 else config.mesh.tensor
     )
     if length % parts:
-        rule = f"{path}={number}"
+        rule = f"${path}"
         if parts > number:
             rule += ", each of which devices along mesh.context and mesh.tensor share"
-        yield Failure(
-            f"model.sequence_length={length} is not divisible by {parts}: {rule}. Nearest valid: "
-            f"model.sequence_length={_multiples(length, parts)}.",
-            (path, "model.sequence_length"),
+        yield config.failure(
+            f"$model.sequence_length is not divisible by {parts}: {rule}. Nearest valid: "
+            f"model.sequence_length={_multiples(length, parts)}."
         )
 
 
 def _asynchronous(config: Config) -> Iterator[Failure]:
     """Finds settings without effect, with too few steps, or that asynchronous training refuses."""
     settings, name = config.asynchronous, config.pipeline.schedule
-    if not pipeline_section.is_asynchronous(config):
+    if not _drains_never(config):
         if name not in {entry.name for entry in schedules.entries()} and not is_users(name):
             return  # another rule says so
         for field, default in AsynchronousConfig().model_dump().items():
             if getattr(settings, field) != default:
-                yield Failure(
-                    f"asynchronous.{field}={getattr(settings, field)} has no effect: "
-                    f"pipeline.schedule={name} drains the pipeline in every step, so no weights "
-                    f"are late. Nearest valid: {errors.in_yaml(default)}, or "
-                    "pipeline.schedule=pipemare.",
-                    (f"asynchronous.{field}", "pipeline.schedule"),
+                yield config.failure(
+                    f"$asynchronous.{field} has no effect: $pipeline.schedule drains the pipeline "
+                    "in every step, so no weights are late. Nearest valid: "
+                    f"{errors.in_yaml(default)}, or pipeline.schedule=pipemare."
                 )
         return
     yield from _refused(config)
@@ -659,28 +673,22 @@ def _asynchronous(config: Config) -> Iterator[Failure]:
     except ValueError as error:
         yield from errors.of_pipeline(error, name)
     if settings.discrepancy_decay and name != "pipemare":
-        yield Failure(
-            f"asynchronous.discrepancy_decay={settings.discrepancy_decay} corrects what the "
-            f"backward of pipeline.schedule=pipemare reads; with {name} it reads the weights of "
-            "its forward. Nearest valid: 0.",
-            ("asynchronous.discrepancy_decay", "pipeline.schedule"),
+        yield config.failure(
+            "$asynchronous.discrepancy_decay corrects what the backward of pipeline.schedule="
+            "pipemare reads; with $pipeline.schedule it reads the weights of its forward. Nearest "
+            "valid: 0."
         )
     if settings.warmup_steps >= config.train.steps:
-        yield Failure(
-            f"asynchronous.warmup_steps={settings.warmup_steps} leaves none of train.steps="
-            f"{config.train.steps} for pipeline.schedule={name}. Nearest valid: "
-            f"{config.train.steps - 1}, or pipeline.schedule=1f1b.",
-            ("asynchronous.warmup_steps", "train.steps"),
+        yield config.failure(
+            "$asynchronous.warmup_steps leaves none of $train.steps for pipeline.schedule="
+            f"{name}. Nearest valid: {config.train.steps - 1}, or pipeline.schedule=1f1b."
         )
 
 
 def _refused(config: Config) -> Iterator[Failure]:
     for name, needed, why in _NOT_ASYNCHRONOUS:
-        value = getattr(config.pipeline, name)
-        if value not in (needed, "auto"):
-            path, schedule = f"pipeline.{name}", f"pipeline.schedule={config.pipeline.schedule}"
-            yield Failure(
-                f"{path}={value} is not supported with {schedule}, which {why}. Nearest valid: "
-                f"{errors.in_yaml(needed)}.",
-                (path, "pipeline.schedule"),
+        if getattr(config.pipeline, name) not in (needed, "auto"):
+            yield config.failure(
+                f"$pipeline.{name} is not supported with $pipeline.schedule, which {why}. Nearest "
+                f"valid: {errors.in_yaml(needed)}."
             )

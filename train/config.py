@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ import pydantic_core
 import yaml
 
 from train import object_store, tasks
+from train.errors import Failure, in_yaml
 
 Number = bool | int | float | str | None
 """An argument of a function of optax; text names a dtype, for example."""
@@ -48,6 +50,7 @@ NonNegative = Annotated[float, Range(0)]
 Weight = Annotated[float, Range(1e-6, 1e6)]
 Beta = Annotated[float, Range(0, 1, below=True)]
 
+_MARKED = re.compile(r"\$(\w+(?:\.\w+)*)")
 _LAUNCH = frozenset({"coordinator", "num_processes", "process_id"})
 """Fields of ``distributed`` that say how a run is started, and not what it is."""
 
@@ -471,6 +474,19 @@ class Config(Section):
     def flat(self) -> dict[str, Any]:
         """Returns every field's value by its path, such as ``mesh.stage``."""
         return dict(_leaves(self))
+
+    def failure(self, rule: str) -> Failure:
+        """Makes the failure of a rule, in whose text ``$mesh.stage`` is that field with its value.
+
+        Example:
+          >>> Config().failure("$mesh.stage needs as many layers.").message
+          'mesh.stage=4 needs as many layers.'
+        """
+        values = self.flat()
+        fields = [path for path in _MARKED.findall(rule) if path in values]
+        given = {path: f"{path}={in_yaml(values[path])}" for path in fields}
+        message = _MARKED.sub(lambda match: given.get(match[1], match[0]), rule)
+        return Failure(message, tuple(dict.fromkeys(fields)))
 
     def reset(self, paths: Iterable[str]) -> Config:
         """Returns the configuration with defaults in some fields or sections."""

@@ -163,10 +163,9 @@ def failures(config: Config, *, resume: bool) -> Iterator[Failure]:
     if config.lora.init_from is not None and (
         config.init_from is None or parse(config.init_from).is_run
     ):
-        yield Failure(
-            f"lora.init_from={config.lora.init_from} adapts a Hugging Face model, and init_from="
-            f"{config.init_from} is none. Nearest valid: init_from=FOLDER, with that model.",
-            ("lora.init_from", "init_from"),
+        yield config.failure(
+            "$lora.init_from adapts a Hugging Face model, and $init_from is none. Nearest valid: "
+            "init_from=FOLDER, with that model."
         )
     if config.init_from is None:
         return

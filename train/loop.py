@@ -129,16 +129,15 @@ def find_start(
         ended = step == saved["config"]["train"]["steps"]
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None, ended)
     elif resume:
-        failures += checkpoint.none_whole(checkpoints.found, run_dir=config.run_dir)
+        failures += checkpoint.none_whole(checkpoints.found, config)
         failures += run_folder.lost_checkpoints(config) if not failures else []
     if resume:
         failures += run_folder.would_fail_again(config, step=start.step)
     if start.step > config.train.steps:
         failures.append(
-            Failure(
-                f"train.steps={config.train.steps} is less than the {start.step} steps that "
-                f"run_dir={config.run_dir} has done. Nearest valid: {start.step}.",
-                ("train.steps",),
+            config.failure(
+                f"$train.steps is less than the {start.step} steps that $run_dir has done. Nearest "
+                f"valid: {start.step}."
             )
         )
     if failures:
@@ -166,10 +165,9 @@ def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
     if free >= needed:
         return []
     return [
-        Failure(
-            f"run_dir={config.run_dir} has {free / 1e6:.1f} MB free, but {_CHECKPOINTS_AT_ONCE} "
-            f"checkpoints need {needed / 1e6:.1f} MB. Free some space or name another --run-dir.",
-            ("run_dir",),
+        config.failure(
+            f"$run_dir has {free / 1e6:.1f} MB free, but {_CHECKPOINTS_AT_ONCE} checkpoints need "
+            f"{needed / 1e6:.1f} MB. Free some space or name another --run-dir."
         )
     ]
 

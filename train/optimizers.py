@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import optax
 
-from train import pipeline_section
 from train.config import Config, OptimizerConfig
 from train.errors import Failure
 
@@ -59,91 +58,40 @@ def failures(config: Config) -> Iterator[Failure]:
     """Says which names and arguments optax does not take, and which fields have no effect."""
     settings = config.optimizer
     own = OptimizerConfig()
-    groups: list[tuple[str, str, Mapping[str, Any], Any, tuple[str, ...]]] = [
-        ("name", _ADAMW, {_ADAMW: None} | named(), settings.arguments, _OF_ADAMW),
+    groups: list[tuple[str, str, str, Mapping[str, Any], tuple[str, ...]]] = [
+        ("name", "arguments", _ADAMW, {_ADAMW: None} | named(), _OF_ADAMW),
         (
-            "schedule", _WARMUP_COSINE, {_WARMUP_COSINE: None} | named_schedules(),
-            settings.schedule_arguments, _OF_WARMUP_COSINE,
+            "schedule", "schedule_arguments", _WARMUP_COSINE,
+            {_WARMUP_COSINE: None} | named_schedules(), _OF_WARMUP_COSINE,
         ),
     ]  # fmt: skip
-    for field, default, known, arguments, fields in groups:
-        name = getattr(settings, field)
-        path = f"optimizer.{field}"
-        given = "arguments" if field == "name" else "schedule_arguments"
+    for field, arguments, default, known, fields in groups:
+        name, path, given = getattr(settings, field), f"optimizer.{field}", f"optimizer.{arguments}"
         if name not in known:
             near = difflib.get_close_matches(name, known, n=2, cutoff=0.0)
-            yield Failure(
-                f"{path}={name} is none of optax that takes numbers alone. Nearest valid: "
-                f"{' or '.join(near)}.",
-                (path,),
+            yield config.failure(
+                f"${path} is none of optax that takes numbers alone. Nearest valid: "
+                f"{' or '.join(near)}."
             )
-        elif name == default and arguments:
-            yield Failure(
-                f"optimizer.{given}={arguments} has no effect with {path}={default}, which has "
-                f"fields of its own: {', '.join(f'optimizer.{part}' for part in fields)}.",
-                (f"optimizer.{given}", path),
+        elif name == default and getattr(settings, arguments):
+            yield config.failure(
+                f"${given} has no effect with ${path}, which has fields of its own: "
+                f"{', '.join(f'optimizer.{part}' for part in fields)}."
             )
         elif name != default:
             for part in fields:
                 if getattr(settings, part) != getattr(own, part):
-                    yield Failure(
-                        f"optimizer.{part}={getattr(settings, part)} has no effect with {path}="
-                        f"{name}. Nearest valid: an entry of optimizer.{given} instead.",
-                        (f"optimizer.{part}", path),
+                    yield config.failure(
+                        f"$optimizer.{part} has no effect with ${path}. Nearest valid: an entry of "
+                        f"{given} instead."
                     )
-            yield from _arguments(config, field, given)
-    if config.optimizer.max_skipped and config.pipeline.update == "chunk":
-        yield Failure(
-            f"optimizer.max_skipped={settings.max_skipped} needs all gradients of a step before one"
-            " is used, and pipeline.update=chunk never has all. Nearest valid: "
-            "optimizer.max_skipped=0, or pipeline.update=step.",
-            ("optimizer.max_skipped", "pipeline.update"),
-        )
-    yield from _offload(config)
-    if settings.ema_decay and pipeline_section.is_asynchronous(config):
-        yield Failure(
-            f"optimizer.ema_decay={settings.ema_decay} averages weights as the optimizer leaves "
-            f"them, and pipeline.schedule={config.pipeline.schedule} scales its updates after "
-            "that. Nearest valid: optimizer.ema_decay=0.",
-            ("optimizer.ema_decay", "pipeline.schedule"),
-        )
-    if settings.skip_above and not settings.max_skipped:
-        yield Failure(
-            f"optimizer.skip_above={settings.skip_above} has no effect with optimizer.max_skipped=0"
-            ". Nearest valid: optimizer.max_skipped=10, or optimizer.skip_above=0.",
-            ("optimizer.skip_above", "optimizer.max_skipped"),
-        )
+            if rule := _refusal(config, field):
+                yield config.failure(f"${given} does not suit ${path} ({rule}).")
 
 
-def _offload(config: Config) -> Iterator[Failure]:
-    if not config.optimizer.offload:
-        return
-    for path, stays, why in (
-        ("pipeline.update", "step", "updates before all gradients are there"),
-        ("optimizer.max_skipped", 0, "chooses between the old state and the new one"),
-    ):
-        section, _, name = path.partition(".")
-        value = getattr(getattr(config, section), name)
-        if value != stays:
-            yield Failure(
-                f"optimizer.offload=True fetches the optimizer's state when all gradients are "
-                f"there and returns it after the update, and {path}={value} {why}. Nearest valid: "
-                f"optimizer.offload=False, or {path}={stays}.",
-                ("optimizer.offload", path),
-            )
-    if pipeline_section.is_asynchronous(config):
-        yield Failure(
-            "optimizer.offload=True fetches the optimizer's state once per step, and "
-            f"pipeline.schedule={config.pipeline.schedule} updates each stage at another time. "
-            "Nearest valid: optimizer.offload=False.",
-            ("optimizer.offload", "pipeline.schedule"),
-        )
-
-
-def _arguments(config: Config, field: str, given: str) -> Iterator[Failure]:
-    """Tries the arguments on a small tree of shapes."""
+def _refusal(config: Config, field: str) -> str:
+    """Tries the arguments on a small tree of shapes; returns what optax says against them."""
     settings = config.optimizer
-    rule = ""
     try:
         if field == "schedule":
             rate = learning_rate(settings, num_steps=config.train.steps)
@@ -154,13 +102,8 @@ def _arguments(config: Config, field: str, given: str) -> Iterator[Failure]:
             state = jax.eval_shape(made.init, shape)
             jax.eval_shape(made.update, shape, state, shape)
     except Exception as error:  # optax's functions raise many types for wrong arguments
-        rule = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if rule:
-        yield Failure(
-            f"optimizer.{given}={getattr(settings, given)} does not suit optimizer.{field}="
-            f"{getattr(settings, field)} ({rule}).",
-            (f"optimizer.{given}", f"optimizer.{field}"),
-        )
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
 
 
 def learning_rate(config: OptimizerConfig, *, num_steps: int) -> optax.Schedule:

@@ -53,22 +53,18 @@ class DPO(GPT):
     def data_failures(self) -> Iterator[Failure]:
         config = self.config
         if not config.lora.rank:
-            yield Failure(
-                "lora.rank=0 leaves no reference: it is the model without its adapters. Nearest "
-                "valid: lora.rank=8.",
-                ("lora.rank", "task"),
+            yield config.failure(
+                "$lora.rank leaves no reference: it is the model without its adapters. Nearest "
+                "valid: lora.rank=8."
             )
         for name in ("mtp_loss", "bias_speed"):
-            if (value := getattr(config.model, name)) is not None:
-                yield Failure(
-                    f"model.{name}={value} cannot be combined with pairs. Nearest valid: null.",
-                    (f"model.{name}", "task"),
+            if getattr(config.model, name) is not None:
+                yield config.failure(
+                    f"$model.{name} cannot be combined with pairs. Nearest valid: null."
                 )
         if config.train.noise_every:
-            yield Failure(
-                f"train.noise_every={config.train.noise_every} does not know the reference. "
-                "Nearest valid: 0.",
-                ("train.noise_every", "task"),
+            yield config.failure(
+                "$train.noise_every does not know the reference. Nearest valid: 0."
             )
         try:
             train, heldout = self.load()
@@ -78,11 +74,9 @@ class DPO(GPT):
         needed = config.train.eval_batches * config.train.batch_size
         for pairs, least in ((train, config.train.batch_size), (heldout, needed)):
             if len(pairs) < least:
-                yield Failure(
-                    f"data.path={config.data.path}: {pairs.name} holds {len(pairs)} pairs, and "
-                    f"{least} are needed. Nearest valid: a smaller train.batch_size, or fewer "
-                    "train.eval_batches.",
-                    ("data.path", "train.batch_size", "train.eval_batches"),
+                yield config.failure(
+                    f"$data.path: {pairs.name} holds {len(pairs)} pairs, and {least} are needed "
+                    "for $train.batch_size and $train.eval_batches. Nearest valid: smaller ones."
                 )
 
     def flops_per_row(self) -> int:

@@ -28,24 +28,12 @@ from models.adapters import merged
 from models.hugging_face_fields import TokenIds
 from models.hugging_face_files import CONFIG, INDEX, library
 from models.types import PyTree
-from train.config import Config
-from train.errors import Failure, refused
+from train.errors import refused
 from train.step import Setup, TrainState
-from train.tasks import find
 
 LATEST = "latest"
 _PATIENCE_SECONDS = 600.0
 """Time for which process 0 waits for the files of the others."""
-
-
-def failures(config: Config) -> Iterator[Failure]:
-    """Says why the weights of a run cannot be published."""
-    if config.publish.path is not None and not find(config.task).adapts:
-        yield Failure(
-            f"publish.path={config.publish.path}: servers read decoders, and task={config.task} "
-            "trains none. Nearest valid: publish.path=null.",
-            ("publish.path", "task"),
-        )
 
 
 class Publisher:

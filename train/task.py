@@ -24,7 +24,7 @@ from models.types import PyTree
 from train.config import Config, DataConfig, Section
 from train.data.stream import Examples, Unnumbered
 from train.data.tokenizer_files import Exported
-from train.errors import Failure
+from train.errors import Failure, in_yaml
 
 _DIGESTED = 16
 """Held-out rows that stand for all of the data."""
@@ -196,15 +196,14 @@ class Task(abc.ABC):
         given, default = self.config.data, DataConfig()
         for name in ("mix", "documents", "rows", "domains"):
             if name not in self.data_options and getattr(given, name) != getattr(default, name):
-                yield Failure(
-                    f"data.{name}={getattr(given, name)} has no effect: task={self.config.task} "
-                    f"does not read it. Nearest valid: {getattr(default, name)}.",
-                    (f"data.{name}", "task"),
+                yield self.config.failure(
+                    f"$data.{name} has no effect: $task does not read it. Nearest valid: "
+                    f"{in_yaml(getattr(default, name))}."
                 )
 
     def data_failures(self) -> Iterator[Failure]:
         """Yields the problems of the data, before anything is compiled."""
-        path, batch_size = self.config.data.path, self.config.train.batch_size
+        batch_size = self.config.train.batch_size
         try:
             _, heldout = self.load()
         except ValueError as error:
@@ -216,11 +215,9 @@ class Task(abc.ABC):
             near = (
                 f"train.eval_batches={fitting}" if fitting else f"train.batch_size={len(heldout)}"
             )
-            yield Failure(
-                f"data.path={path} has {len(heldout)} held-out rows, too few for "
-                f"train.eval_batches={self.config.train.eval_batches} x train.batch_size="
-                f"{batch_size}. Nearest valid: {near}.",
-                ("data.path", "train.eval_batches", "train.batch_size"),
+            yield self.config.failure(
+                f"$data.path has {len(heldout)} held-out rows, too few for $train.eval_batches x "
+                f"$train.batch_size. Nearest valid: {near}."
             )
 
     def row_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

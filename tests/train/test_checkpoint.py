@@ -327,9 +327,9 @@ def test_no_whole_one_is_refused_in_one_line(folder):
     shutil.rmtree(folder / "1" / "state")
     with Checkpoints(folder, read_only=True) as checkpoints:
         assert checkpoints.latest is None
-        (failure,) = none_whole(checkpoints.found, run_dir="runs/one")
+        (failure,) = none_whole(checkpoints.found, Config(run_dir="runs/one"))
     message = failure.message
     assert "run_dir=runs/one has no whole checkpoint to resume from" in message
     assert "checkpoint 2: checksums.json is missing; checkpoint 1: state/" in message
     assert "\n" not in message
-    assert none_whole(Checkpoints(folder / "new").found, run_dir="runs/one") == []
+    assert none_whole(Checkpoints(folder / "new").found, Config(run_dir="runs/one")) == []

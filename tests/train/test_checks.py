@@ -102,7 +102,7 @@ NEAREST = {
     ),
     # Optimizers.
     "optimizer.name: muno": "muon",
-    "optimizer.offload: true, optimizer.max_skipped: 3": "optimizer.offload=False",
+    "optimizer.offload: true, optimizer.max_skipped: 3": "optimizer.offload=false",
     "train.noise_every: 5, pipeline.microbatches: 1": "pipeline.microbatches=2",
     # Processes.
     "distributed.coordinator: a:1, distributed.num_processes: 2, distributed.process_id: 2": "1.",

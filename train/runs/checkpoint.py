@@ -120,20 +120,19 @@ def readable(step: int) -> Iterator[None]:
         raise refused(f"{error}. {remedy}", "run_dir") from error
 
 
-def none_whole(search: Found, *, run_dir: str) -> list[Failure]:
+def none_whole(search: Found, config: Config) -> list[Failure]:
     """Says why no checkpoint can be continued although some exist; empty if none exists.
 
     Args:
       search: result of a search that found no whole checkpoint.
-      run_dir: the folder of the run to continue.
+      config: the run to continue.
     """
     if not search.damaged:
         return []
     return [
-        Failure(
-            f"run_dir={run_dir} has no whole checkpoint to resume from ({search.reasons}). Nearest "
-            "valid: one of these from a backup, or another --run-dir to start from step 0.",
-            ("run_dir",),
+        config.failure(
+            f"$run_dir has no whole checkpoint to resume from ({search.reasons}). Nearest valid: "
+            "one of these from a backup, or another --run-dir to start from step 0."
         )
     ]
 
@@ -210,66 +209,45 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
       config: configuration of the run that wants to continue it.
       data_sha256: digest of the data that it would train on.
     """
-    before = Config(**saved["config"])
+    before, here = Config(**saved["config"]), f"the checkpoint in run_dir={config.run_dir}"
     if before.task != config.task:
         return [
-            Failure(
-                f"task={config.task} is not that of the checkpoint in run_dir={config.run_dir}. "
-                f"Nearest valid: {before.task}, or another --run-dir.",
-                ("task",),
+            config.failure(
+                f"$task is not that of {here}. Nearest valid: {before.task}, or another --run-dir."
             )
         ]
-    task, then = tasks.find(config.task), before.model.model_dump()
+    task, now, then = tasks.find(config.task), config.flat(), before.flat()
     failures = [
-        Failure(
-            f"model.{name}={value} is not the model of the checkpoint in run_dir="
-            f"{config.run_dir}: it has model.{name}={then[name]}. Nearest valid: "
-            f"{then[name]}, or another --run-dir.",
-            (f"model.{name}",),
+        config.failure(
+            f"${path} is not the model of {here}: it has {path}={in_yaml(then[path])}. Nearest "
+            f"valid: {in_yaml(then[path])}, or another --run-dir."
         )
-        for name, value in config.model.model_dump().items()
-        if name not in task.free and then[name] != value
+        for path in now
+        if path.startswith("model.") and path.removeprefix("model.") not in task.free
+        if then[path] != now[path]
     ]
     failures += [
-        Failure(
-            f"optimizer.{name}={now} cannot continue the state of the checkpoint in run_dir="
-            f"{config.run_dir}, which has optimizer.{name}={then_}. Nearest valid: {then_}; or "
-            "begin another --run-dir with the same weights: --init-from "
-            f"{config.run_dir}.",
-            (f"optimizer.{name}",),
+        config.failure(
+            f"${path} cannot continue {what} of {here}, which has {path}={in_yaml(then[path])}. "
+            f"Nearest valid: {in_yaml(then[path])}; or begin another --run-dir with the same "
+            f"weights: --init-from {config.run_dir}."
         )
-        for name in ("name", "arguments", "ema_decay")
-        if (now := getattr(config.optimizer, name)) != (then_ := getattr(before.optimizer, name))
+        for path, what in (
+            ("optimizer.name", "the state"),
+            ("optimizer.arguments", "the state"),
+            ("optimizer.ema_decay", "the state"),
+            ("train.trainable", "the optimizer state"),
+            ("data.rows", "the order"),
+        )
+        if now[path] != then[path] and (path != "data.rows" or None in (now[path], then[path]))
     ]
-    failures += adapters.others(before, config, f"the checkpoint in run_dir={config.run_dir}")
-    if before.train.trainable != config.train.trainable:
-        failures.append(
-            Failure(
-                f"train.trainable={in_yaml(config.train.trainable)} cannot continue the optimizer "
-                f"state of the checkpoint in run_dir={config.run_dir}. Nearest valid: "
-                f"{in_yaml(before.train.trainable)}, or another --run-dir.",
-                ("train.trainable",),
-            )
-        )
-    rows, rows_before = in_yaml(config.data.rows), in_yaml(before.data.rows)
-    if (before.data.rows is None) != (config.data.rows is None):
-        failures.append(
-            Failure(
-                f"data.rows={rows} cannot continue the order of the checkpoint in run_dir="
-                f"{config.run_dir}, which has data.rows={rows_before}. Nearest valid: "
-                f"{rows_before}; or begin another --run-dir with the same weights: "
-                f"--init-from {config.run_dir}.",
-                ("data.rows",),
-            )
-        )
+    failures += adapters.others(before, config, here)
     if saved["data_sha256"] != data_sha256:
         what = "other images" if task.data_kind == "images" else "another tokenizer"
         failures.append(
-            Failure(
-                f"data.path={config.data.path} has {what} than the checkpoint in "
-                f"run_dir={config.run_dir} was trained with. Nearest valid: data.path="
-                f"{before.data.path}, or another --run-dir.",
-                ("data.path",),
+            config.failure(
+                f"$data.path has {what} than {here} was trained with. Nearest valid: data.path="
+                f"{before.data.path}, or another --run-dir."
             )
         )
     return failures

@@ -71,10 +71,9 @@ def _existing_run(config: Config) -> Iterator[Failure]:
         if existing:
             who = run_lock.holder(config.folder)
             used = "" if who is None else f" and is in use by {who}: wait until that run has ended"
-            yield Failure(
-                f"run_dir={config.run_dir} already holds a run ({', '.join(existing)}){used}. "
-                "Continue it with --resume, or name another --run-dir.",
-                ("run_dir",),
+            yield config.failure(
+                f"$run_dir already holds a run ({', '.join(existing)}){used}. Continue it with "
+                "--resume, or name another --run-dir."
             )
 
 
@@ -100,10 +99,9 @@ def _unreachable(config: Config) -> Iterator[Failure]:
     """Tries to read from the store of a URL."""
     if "://" in config.run_dir and not is_url(config.run_dir):
         scheme = config.run_dir.partition("://")[0]
-        yield Failure(
-            f"run_dir={config.run_dir} is in no store that is known: {scheme}://. Nearest valid: "
-            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or a folder.",
-            ("run_dir",),
+        yield config.failure(
+            f"$run_dir is in no store that is known: {scheme}://. Nearest valid: "
+            "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or a folder."
         )
     elif is_url(config.run_dir):
         try:
@@ -186,20 +184,18 @@ class WrittenFiles:
 
 def removed(config: Config, what: Path) -> Failure:
     """Returns the failure of a run whose files were taken away while it ran."""
-    return Failure(
-        f"run_dir={config.run_dir}: {what} was removed or replaced while the run was using it, and "
-        "what the run has written since is lost. Put the folder back and continue with --resume, "
-        "or name another --run-dir.",
-        ("run_dir",),
+    return config.failure(
+        f"$run_dir: {what} was removed or replaced while the run was using it, and what the run "
+        "has written since is lost. Put the folder back and continue with --resume, or name "
+        "another --run-dir."
     )
 
 
 def unwritable(config: Config, error: OSError) -> Failure:
     """Returns the failure of a run folder that the operating system does not let us write to."""
-    return Failure(
-        f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Free some "
-        "space or name another --run-dir.",
-        ("run_dir",),
+    return config.failure(
+        f"$run_dir cannot be written: {error.strerror or error}. Free some space or name another "
+        "--run-dir."
     )
 
 
@@ -260,11 +256,9 @@ def lost_checkpoints(config: Config) -> list[Failure]:
     if not done:
         return []
     return [
-        Failure(
-            f"run_dir={config.run_dir} has done at least {done} steps, but {checkpoints} holds no "
-            "checkpoint to resume from. Put its checkpoints back, or name another --run-dir to "
-            "start from step 0.",
-            ("run_dir",),
+        config.failure(
+            f"$run_dir has done at least {done} steps, but {checkpoints} holds no checkpoint to "
+            "resume from. Put its checkpoints back, or name another --run-dir to start from step 0."
         )
     ]
 
@@ -286,12 +280,10 @@ def would_fail_again(config: Config, *, step: int) -> list[Failure]:
     if any(not change.startswith(_HARMLESS) for change in changed):
         return []
     return [
-        Failure(
-            f"run_dir={config.run_dir} was stopped at step {last.failed_step} "
-            f"({last.failed_because}), and would be again: from step {step} it repeats the same "
-            "numbers. Change optimizer.peak_lr, optimizer.warmup_steps, optimizer.clip_norm, "
-            "optimizer.max_skipped or train.seed; or remove "
-            f"{config.run_dir}/{PROGRESS_FILE} to try the same settings again.",
-            ("run_dir",),
+        config.failure(
+            f"$run_dir was stopped at step {last.failed_step} ({last.failed_because}), and would "
+            f"be again: from step {step} it repeats the same numbers. Change optimizer.peak_lr, "
+            "optimizer.warmup_steps, optimizer.clip_norm, optimizer.max_skipped or train.seed; or "
+            f"remove {config.run_dir}/{PROGRESS_FILE} to try the same settings again."
         )
     ]

@@ -188,10 +188,9 @@ class GPT(Task):
     def _rows_failures(self) -> Iterator[Failure]:
         settings = self.config.data
         if settings.mix:
-            yield Failure(
-                f"data.mix={settings.mix} cannot be drawn beside data.rows={settings.rows}. "
-                "Nearest valid: data.mix={}, and a function that interleaves data sets.",
-                ("data.mix", "data.rows"),
+            yield self.config.failure(
+                "$data.mix cannot be drawn beside $data.rows. Nearest valid: data.mix={}, and a "
+                "function that interleaves data sets."
             )
         try:
             if text.read_meta(settings.path).conversations:
@@ -239,10 +238,9 @@ class GPT(Task):
             yield Failure(str(error), ("data.path",))
             meta = None
         if meta is not None and self.shape.vocab_size < meta.vocab_size:
-            yield Failure(
-                f"model.vocab_size={self.shape.vocab_size} is smaller than the tokenizer's "
-                f"{meta.vocab_size} tokens (data.path={folder}). Nearest valid: {meta.vocab_size}.",
-                ("model.vocab_size", "data.path"),
+            yield config.failure(
+                f"$model.vocab_size is smaller than the tokenizer's {meta.vocab_size} tokens "
+                f"($data.path). Nearest valid: {meta.vocab_size}."
             )
         rows = {
             text.TRAIN_FILE: (1, "one row"),

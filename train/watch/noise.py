@@ -11,17 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
-
-from train import pipeline_section
-from train.config import Config
-from train.errors import Failure
 
 if TYPE_CHECKING:
     from train.step import Key, Setup, TrainState
@@ -145,30 +141,3 @@ def _last(path: Path) -> Noise:
                 kept = record[RECORD]
                 means = Noise(kept["gradient"], kept["variance"], kept["estimates"])
     return means
-
-
-def failures(config: Config) -> Iterator[Failure]:
-    """Says why the noise scale cannot be estimated, if it is asked for."""
-    every, pipeline = config.train.noise_every, config.pipeline
-    if not every:
-        return
-    if pipeline_section.is_asynchronous(config):
-        yield Failure(
-            f"train.noise_every={every} compares gradients of the same weights, and those of "
-            f"pipeline.schedule={pipeline.schedule} are of several. Nearest valid: "
-            "train.noise_every=0.",
-            ("train.noise_every", "pipeline.schedule"),
-        )
-    if pipeline.update == "chunk":
-        yield Failure(
-            f"train.noise_every={every} needs the norm of the whole gradient, which "
-            "pipeline.update=chunk does not know. Nearest valid: pipeline.update=step.",
-            ("train.noise_every", "pipeline.update"),
-        )
-    if pipeline.microbatches < 2:
-        yield Failure(
-            f"train.noise_every={every} compares a microbatch with all of them, and "
-            f"pipeline.microbatches={pipeline.microbatches}. Nearest valid: "
-            "pipeline.microbatches=2.",
-            ("train.noise_every", "pipeline.microbatches"),
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,33 +11,13 @@ import numpy as np
 
 from jaxpipe import measure
 from jaxpipe.schedule import Timeline, page, timelines, trace
-from train import pipeline_section
 from train.config import Config
-from train.errors import Failure, in_yaml, refused
+from train.errors import refused
 from train.runs import run_folder
 from train.step import Setup, TrainState
 
 STAGE_SECONDS = "stage_seconds"
 """The entry of a record with the seconds that each stage spends in its layers."""
-
-
-def failures(config: Config) -> Iterator[Failure]:
-    """Says which steps cannot be recorded."""
-    at = config.train.timeline_at
-    if at is not None and pipeline_section.is_asynchronous(config):
-        yield Failure(
-            f"train.timeline_at={at} cannot be combined with "
-            f"pipeline.schedule='{config.pipeline.schedule}', which never drains: no call is a "
-            "whole step. Nearest valid: null.",
-            ("train.timeline_at", "pipeline.schedule"),
-        )
-    first, last = config.train.profile_from, config.train.profile_to
-    if last is not None and (first is None or last < first):
-        yield Failure(
-            f"train.profile_to={last} must not lie before train.profile_from={in_yaml(first)}. "
-            f"Nearest valid: train.profile_from={last}.",
-            ("train.profile_to", "train.profile_from"),
-        )
 
 
 def check_processes(config: Config) -> None:
