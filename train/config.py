@@ -334,7 +334,7 @@ class TrainConfig(Section):
     profile_to: Annotated[int | None, Range(1)] = None
     """Last step of the profile; null for the first step only."""
     timeline_at: Annotated[int | None, Range(1)] = None
-    """Step before which a timeline of the stages is measured: timeline.html and .json."""
+    """Step before which a timeline of the stages is measured: timeline.html."""
 
 
 class LoraConfig(Section):

@@ -1,7 +1,6 @@
 """``jaxpipe show`` and ``jaxpipe validate``: one schedule, in any format."""
 
 import functools
-import json
 import os
 import shutil
 import sys
@@ -36,15 +35,9 @@ from jaxpipe.schedule.problems import ArgumentError, Problem, refuse
 from jaxpipe.schedule.search.auto import gain_of_memory, gap
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import UNIT, Costs
 
-_ENDINGS = {
-    ".svg": "svg",
-    ".csv": "csv",
-    ".html": "html",
-    ".json": "trace",
-}
+_ENDINGS = {f".{name}": name for name in ("svg", "csv", "html")}
 """The format that a file's ending means."""
 _NOT_ASYNCHRONOUS = {
     "chunks": (1, "each of its stages holds 1 chunk"),
@@ -63,7 +56,7 @@ _NOT_ASYNCHRONOUS = {
 _WORTH_SAYING = 0.01
 """The least share of the time for which `auto` tells of a little more memory."""
 
-_Format = Literal["text", "svg", "html", "trace", "csv"]
+_Format = Literal["text", "svg", "html", "csv"]
 
 
 def show(
@@ -85,7 +78,7 @@ def show(
     format: _Format | None = None,
     out: Path | None = None,
 ) -> None:
-    """Draw the ticks of one schedule, or write them as a picture, a page, a trace or CSV.
+    """Draw the ticks of one schedule, or write them as a picture, a page or CSV.
 
     A timeline shows actions, idle time, messages, and which messages arrive a tick late.
 
@@ -242,7 +235,7 @@ def _chosen_format(format: _Format | None, out: Path | None) -> str:
         return meant or "text"
     if out is None or meant in (None, format):
         return format
-    ending = {"text": ".txt", "trace": ".json"}.get(format, f".{format}")
+    ending = ".txt" if format == "text" else f".{format}"
     raise ValueError(
         f"--format {format} needs a file that ends in {ending}, and --out is {out}.\n"
         f"Nearest valid: --out {out.with_suffix(ending)}"
@@ -282,8 +275,6 @@ def _in_format(
     """Writes a timeline in any of the formats, which are all text."""
     clocks = free, device = timelines(schedule, costs)
     drawn = free if clock == "free" else device
-    if format == "trace":
-        return json.dumps(trace(drawn)) + "\n"
     if format == "html":
         return page([clocks])
     if format == "svg":

@@ -37,7 +37,6 @@ from jaxpipe.schedule.partition import chunk_costs, partition
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.page import page
-from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import Costs, TimedAction, Timeline, simulate, ticks
 
 __all__ = [
@@ -68,7 +67,6 @@ __all__ = [
     "ticks",
     "timelines",
     "to_json",
-    "trace",
     "validate",
     "wave",
     "write_csv",

@@ -123,7 +123,7 @@ def test_a_wrong_field_is_named(tmp_path, family, field, value, message):
         (INDEX, b'{"weight_map": {"a": 3, "b": "c"}}', "it must have a weight_map"),
         (INDEX, b'{"weight_map": {"a": "b\\u0000"}}', "it must have a weight_map"),
         pytest.param(INDEX, b'{"weight_map": {"a": "%s"}}' % (b"x" * 5000), "have a", id="long"),
-        (INDEX, b'{"weight_map": {"a": ".."}}', "such as 'model.safetensors'"),
+        (INDEX, b'{"weight_map": {"a": ".."}}', "it must have a weight_map"),
         ("model-00002-of-00002.safetensors", b"12345678{}", "00002.safetensors is damaged: "),
     ],
 )
@@ -394,10 +394,6 @@ def test_an_index_that_names_too_much_is_refused_in_short(folder):
     assert str(error.value) == (
         f"{folder / file} lacks {some} and 49992 more, which {INDEX} says it holds."
     )
-    edit(folder / INDEX, weight_map=files | {f"no.{n}": f"/{n}" for n in range(50_000)})
-    with pytest.raises(ValueError, match="names 49992 more files that lead out of it") as error:
-        hugging_face.load(folder)
-    assert len(str(error.value).splitlines()) == 9
 
 
 @pytest.mark.parametrize("family", FEW)

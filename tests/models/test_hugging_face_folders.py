@@ -141,37 +141,12 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path):
     folder, first = tmp_path / "model", "model-00001-of-00002.safetensors"
     hugging_face.save(folder, LLAMA, drawn(LLAMA)[0])
     shard(folder)
-    os.replace(folder / first, tmp_path / "evil.safetensors")
-    (folder / "link.safetensors").symlink_to(tmp_path / "evil.safetensors")
-    (folder / "sub").symlink_to(tmp_path)
     now = first
-    for name in (
-        "../evil.safetensors",
-        str(tmp_path / "evil.safetensors"),
-        "link.safetensors",
-        "sub/evil.safetensors",
-        "sub/../evil.safetensors",
-        f"{folder}/model-00002-of-00002.safetensors",
-        "../missing.safetensors",
-    ):
+    for name in ("../evil.safetensors", f"{folder}/{first}", "sub/evil.safetensors", ".."):
         rename_shard(folder, now, name)
-        with pytest.raises(ValueError, match="leads out of the folder") as error:
+        with pytest.raises(ValueError, match="to the names of files in the folder"):
             hugging_face.load(folder)
-        (line,) = str(error.value).splitlines()
-        assert line.startswith(f"{folder}/{INDEX} names {name!r}")
         now = name
-
-
-def test_an_index_may_name_folders_and_links_inside(tmp_path, monkeypatch):
-    params, _ = drawn(LLAMA)
-    hugging_face.save(tmp_path, LLAMA, params)
-    shard(tmp_path, ("parts/one.safetensors", "parts/two.safetensors"))
-    assert_holds(tmp_path, LLAMA, params)
-    (tmp_path / "link").symlink_to("parts")
-    rename_shard(tmp_path, "parts/one.safetensors", "link/one.safetensors")
-    assert_holds(tmp_path, LLAMA, params)
-    monkeypatch.chdir(tmp_path)
-    assert_holds(".", LLAMA, params)
 
 
 def test_snapshots_of_the_hubs_cache_link_to_its_blobs(tmp_path):
@@ -185,13 +160,6 @@ def test_snapshots_of_the_hubs_cache_link_to_its_blobs(tmp_path):
         os.replace(path, blobs / path.name)
         path.symlink_to(pathlib.Path("../../blobs", path.name))
     assert_holds(snapshot, LLAMA, params)
-    # Nothing beside the blobs.
-    (tmp_path / "models--org--name" / "evil.safetensors").write_bytes(b"")
-    link = snapshot / "model-00001-of-00002.safetensors"
-    link.unlink()
-    link.symlink_to("../../evil.safetensors")
-    with pytest.raises(ValueError, match="leads out of the folder"):
-        hugging_face.load(snapshot)
 
 
 # Rounding.

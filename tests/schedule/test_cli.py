@@ -49,7 +49,6 @@ def test_the_ending_of_the_file_or_the_option_says_the_format(tmp_path, capsys):
         ("a.SVG", [], "<?xml"),
         ("a.csv", [], "0F0,"),
         ("a.html", [], "<!doctype html>"),
-        ("a.json", [], '{"traceEvents"'),
         ("a.txt", [], "gpipe, 4 stages"),
         ("a", [], "gpipe, 4 stages"),
         ("a.txt", ["--format", "csv"], "0F0,"),

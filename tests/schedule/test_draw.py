@@ -1,6 +1,5 @@
-"""Drawings and traces show every action and message, at its time, and nothing else."""
+"""Drawings show every action and message, at its time, and nothing else."""
 
-import json
 import re
 from xml.etree import ElementTree
 
@@ -12,7 +11,6 @@ from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.placement import Placement
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.show.draw import exchanges
-from jaxpipe.schedule.show.trace import trace
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 FAR_APART = [Costs(1e-9, 1, 1), Costs(1e-90, 1, 1), Costs(1, 1, 1, 1e100), Costs(1e100, 1e-100, 1)]
@@ -173,47 +171,3 @@ def test_figures_of_ticks_are_pictures_in_notebooks_and_files(ticked):
     assert "<rect" not in repr(figure)
     assert figure.startswith("<?xml")
     assert draw.figure(ticked) == figure
-
-
-# Traces.
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v-published"])
-def test_the_trace_holds_every_action_and_the_memory_curve(name):
-    timed = timeline(name, m=6, costs=Costs(1, 1.2, 0.8))
-    events = json.loads(json.dumps(trace(timed)))["traceEvents"]
-    for d, row in enumerate(timed.rows):
-        drawn = [event for event in events if event["ph"] == "X" and event["tid"] == d]
-        assert [(event["name"], event["ts"]) for event in drawn] == [
-            (str(part.action), 1000 * part.start) for part in row
-        ]
-        assert {event["args"]["microbatch"] for event in drawn} == set(range(6))
-        curve = [
-            event["args"]["microbatches"]
-            for event in events
-            if event["ph"] == "C" and event["name"] == f"in flight, stage {d}"
-        ]
-        assert max(curve) == timed.in_full_stages(timed.peak_in_flight[d])
-        assert curve[-1] == 0
-
-
-@pytest.mark.parametrize("clock", [simulate, device_clock])
-def test_arrows_of_the_trace_start_and_end_within_the_actions_of_their_messages(clock):
-    timed = clock(build("v-half", stages=3, microbatches=4), Costs(1, 1.2, 0.8, 0.3))
-    events = trace(timed)["traceEvents"]
-    actions = [event for event in events if event["ph"] == "X"]
-
-    def holds(event: dict) -> str:
-        (name,) = (
-            a["name"]
-            for a in actions
-            if a["tid"] == event["tid"] and a["ts"] < event["ts"] < a["ts"] + a["dur"]
-        )
-        return name
-
-    starts, ends = (
-        {event["id"]: holds(event) for event in events if event["ph"] == phase} for phase in "sf"
-    )
-    messages = exchanges(timed)
-    sent = [(str(message.action), str(message.reader)) for message in messages]
-    assert [(starts[k], ends[k]) for k in range(len(messages))] == sent

@@ -103,7 +103,7 @@ def test_tokenizer_learns_nothing_from_heldout_text(options, text):
     meta = prepare(options)
     _, heldout = split_documents(collect_documents(options)[0], heldout_fraction=0.2)
     (text / heldout[0].name).write_text("qzqzqz " * 1000)
-    assert "The documents have changed since; --force prepares them again." in _run(options)
+    assert "already prepared" in _run(options)
     assert read_meta(options.out) == meta
     _run(options, force=True)
     again = read_meta(options.out)
@@ -208,9 +208,10 @@ def test_a_limit_keeps_an_even_sample_in_name_order(options):
 
 def test_prepared_data_inside_the_text_folder_is_not_text(options, text):
     inside = dataclasses.replace(options, out=text / "data")
-    prepare(inside)
-    assert "already prepared" in (report := _run(inside))
-    assert "The documents have changed" not in report
+    before = prepare(inside)
+    (text / "data" / "meta.json").unlink()
+    assert "not whole and is prepared again" in _run(inside)
+    assert read_meta(inside.out).documents_sha256 == before.documents_sha256
 
 
 def test_a_document_keeps_its_side_when_others_come():

@@ -91,6 +91,7 @@ def existing(
         ]
         if not different:
             check_whole(options, meta)
+            say(console, f"{out} is already prepared with these settings.")
             return meta
     except ValueError as error:
         say(console, f"{out} is not whole and is prepared again: {error}")
@@ -99,13 +100,6 @@ def existing(
         f"--out={out} was prepared with other settings ({'; '.join(different)}). Use the same "
         "ones, another --out, or --force to replace it."
     )
-
-
-def say_prepared(console: Console, out: Path, content: str, has_changed: bool) -> None:
-    """Says that a folder stays, and whether its content would now be another one."""
-    say(console, f"{out} is already prepared with these settings.")
-    if has_changed:
-        say(console, f"The {content} have changed since; --force prepares them again.")
 
 
 def name_hash(purpose: str, name: str) -> int:

@@ -89,11 +89,10 @@ def prepare(options: ImageOptions, *, console: Console | None = None) -> ImageMe
         check_whole=lambda options, _: load(options.out),
         console=console,
     )
+    if existing is not None:
+        return existing
     images = collect_images(options)
     digest = folders.digest([images.pixels.tobytes(), images.labels.tobytes(), *images.classes])
-    if existing is not None:
-        folders.say_prepared(console, options.out, "images", existing.images_sha256 != digest)
-        return existing
     heldout = split_images(images, heldout_fraction=options.heldout_fraction)
     mean, deviation = _statistics(images.pixels[~heldout])
     meta = ImageMeta(

@@ -156,6 +156,8 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         check_whole=_check_whole,
         console=console,
     )
+    if existing is not None:
+        return existing
     skipped: Counter[str] = Counter()
     groups: Iterator[list[Document]]
     if options.rows is not None:
@@ -168,9 +170,6 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         documents, skipped = collect_documents(options)
         digest = folders.digest(part for d in documents for part in (d.name, d.text))
         groups = iter([documents])
-    if existing is not None:
-        folders.say_prepared(console, options.out, "documents", existing.documents_sha256 != digest)
-        return existing
     meta = _write(options, groups, digest, console)
     for reason, count in sorted(skipped.items()):
         what = "files" if options.rows is None else "rows"

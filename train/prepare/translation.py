@@ -106,11 +106,10 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
         check_whole=lambda options, meta: None,  # reading the meta compares every digest
         console=console,
     )
+    if existing is not None:
+        return existing
     pairs, skipped = collect_pairs(options)
     digest = folders.digest(map(str, map(dataclasses.astuple, pairs)))
-    if existing is not None:
-        folders.say_prepared(console, options.out, "messages", existing.messages_sha256 != digest)
-        return existing
     train, heldout = split_pairs(pairs, heldout_fraction=options.heldout_fraction)
     with folders.progress_bar(console) as progress:
         tokenizer = train_tokenizer(

@@ -35,7 +35,7 @@ GAUGES_FILE = "metrics.prom"
 SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
-TIMELINE_PAGE, TIMELINE_TRACE = "timeline.html", "timeline.json"
+TIMELINE_PAGE = "timeline.html"
 _PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
 FILES = (
     *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),

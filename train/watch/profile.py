@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxpipe import measure
-from jaxpipe.schedule import Timeline, page, timelines, trace
+from jaxpipe.schedule import Timeline, page, timelines
 from train.config import Config
 from train.errors import refused
 from train.runs import run_folder
@@ -36,16 +35,11 @@ def check_processes(config: Config) -> None:
 
 
 def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> list[float]:
-    """Measures forward and backward of a batch, and writes them beside the predicted timelines, as
-    a page and as a trace; returns the seconds that each stage spends in its layers."""
+    """Measures forward and backward of a batch, and writes a page of them beside the predicted
+    timelines; returns the seconds that each stage spends in its layers."""
     measured = measure.timeline(setup.pipe, state.params, batch, rng, states=state.layers)
-    free, predicted = timelines(measured.schedule, measured.costs)
-    folder = setup.config.folder
-    written = trace(predicted, measured, unit_seconds=1.0)
-    (folder / run_folder.TIMELINE_TRACE).write_text(json.dumps(written), encoding="utf-8")
-    (folder / run_folder.TIMELINE_PAGE).write_text(
-        page([[free, predicted, measured]]), encoding="utf-8"
-    )
+    drawn = page([[*timelines(measured.schedule, measured.costs), measured]])
+    (setup.config.folder / run_folder.TIMELINE_PAGE).write_text(drawn, encoding="utf-8")
     return _work(measured)
 
 
