@@ -89,14 +89,7 @@ class Adapters:
 
 
 class Adapter(nnx.Module):
-    """A low-rank term that is added to a linear map.
-
-    Args:
-      in_width: inputs of the map.
-      out_width: its outputs.
-      adapters: the adapters of its model.
-      rngs: draws ``lora_a``; ``lora_b`` begins at zero.
-    """
+    """A low-rank term that is added to a linear map."""
 
     def __init__(self, in_width: int, out_width: int, adapters: Adapters, *, rngs: nnx.Rngs):
         drawn = jax.random.uniform(rngs.params(), (in_width, adapters.rank), minval=-1)
@@ -115,11 +108,8 @@ class AdaptedLinear(Linear, Adapter):
     Maps that are joined in one kernel have adapters of their own, under their names.
 
     Args:
-      linear: the map.
-      adapters: the adapters of its model.
       widths: outputs of each map that the kernel joins, by name; one, "", is the whole map.
       targets: the names of those that are adapted.
-      rngs: draws the adapters.
     """
 
     def __init__(
@@ -263,7 +253,6 @@ def beside(params: PyTree, leaves: Mapping[str, np.ndarray]) -> PyTree:
     """Returns parameters with others by their paths, such as "layers/attention/out/lora_a".
 
     Args:
-      params: nested dicts and tuples.
       leaves: arrays by path; numbers in paths are places in tuples.
     """
     for path, leaf in leaves.items():

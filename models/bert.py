@@ -132,10 +132,6 @@ class NextSentence(nnx.Module):
 def init(config: BERTConfig, rng: jax.Array) -> PyTree:
     """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
 
-    Args:
-      config: the model's shape.
-      rng: one key.
-
     Returns:
       ``{"embed", "layers", "head"}``, float32, with the leaves of "layers" [num_layers, ...].
     """
@@ -181,7 +177,6 @@ def model(
     of the next-sentence loss, in which microbatches weigh as much as their tokens to predict.
 
     Args:
-      config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary table is split ("stage" in a pipeline);
         None for a whole table and no collectives.
       tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
@@ -227,8 +222,6 @@ def logits(config: BERTConfig, params: PyTree, batch: PyTree) -> jax.Array:
     """Plain forward pass on one device, without dropout: scores of the token at each position.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters, as `init` returns them.
       batch: as `model` describes a microbatch; targets and labels are not read.
 
     Returns:

@@ -100,7 +100,6 @@ class Attention(nnx.Module):
       num_heads: heads.
       stddev: standard deviation of the initial kernels, as in `Linear`.
       tensor: the devices that have some of the heads each.
-      rngs: draws the kernels.
     """
 
     def __init__(
@@ -158,18 +157,6 @@ class EncoderLayer(nnx.Module):
 
     The layer of Vaswani et al. 2017 (section 3.1), and with GELU that of BERT. Dropout falls on
     both branches; attention weights are never dropped, since flash attention does not store them.
-
-    Args:
-      width: size of the residual stream.
-      num_heads: heads.
-      hidden: hidden size of the MLP.
-      activation: activation function of the MLP.
-      dropout: probability.
-      epsilon: number that the norms add to the variance.
-      dtype: the output dtype of the norms.
-      stddev: standard deviation of the initial kernels, as in `Linear`.
-      sharing: the devices that share the layer.
-      rngs: draws the parameters.
     """
 
     def __init__(

@@ -55,9 +55,7 @@ class Router(nnx.Module):
     adds up how often every expert is chosen.
 
     Args:
-      config: the model's shape.
       sharing: the devices that have some of a microbatch's tokens each.
-      rngs: draws the kernel.
     """
 
     def __init__(self, config: GPTConfig, sharing: Sharing, *, rngs: nnx.Rngs):
@@ -302,9 +300,7 @@ class Experts(nnx.Module):
     """The MLPs of all experts.
 
     Args:
-      config: the model's shape.
       axis: mesh axis whose devices have some of the experts each; None for all.
-      rngs: draws the kernels of all experts.
     """
 
     def __init__(self, config: GPTConfig, axis: str | None, *, rngs: nnx.Rngs):
@@ -432,10 +428,8 @@ class Mixture(nnx.Module):
     """Router, experts, and an MLP that sees every token if ``config.shared_width`` is given.
 
     Args:
-      config: the model's shape.
       shared: the MLP that sees every token, or None.
       sharing: the devices that share the layer.
-      rngs: draws the parameters.
     """
 
     def __init__(

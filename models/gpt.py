@@ -261,10 +261,6 @@ class FurtherBlock(Block):
 def init(config: GPTConfig, rng: jax.Array) -> PyTree:
     """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
 
-    Args:
-      config: the model's shape.
-      rng: one key.
-
     Returns:
       ``{"embed", "layers", "head"}``, float32. If all layers are alike, the leaves of "layers" are
       [num_layers, ...]; if not, "layers" is a tuple with a tree for each layer.
@@ -290,7 +286,6 @@ def end_step(config: GPTConfig, state: tuple[PyTree, ...]) -> tuple[PyTree, ...]
     """Moves the routers' biases by the counts of a step's microbatches, and begins anew.
 
     Args:
-      config: the model's shape.
       state: canonical states after the step, the mean over data shards.
     """
 
@@ -333,7 +328,6 @@ def model(
     added to the loss.
 
     Args:
-      config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary tables are split ("stage" in a pipeline);
         None for whole tables and no collectives.
       tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
@@ -463,8 +457,6 @@ def logits(
     """Plain forward pass on one device, without dropout; experts drop no tokens.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters, as `init` returns them.
       tokens: int32 [rows, S], S at most ``sequence_length``.
       state: states of the layers, needed with ``bias_speed`` only.
 
@@ -487,8 +479,6 @@ def main_model(
     """Makes the model without what it has for training alone: ``mtp_loss`` and ``qk_clip``.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters.
       state: states of the layers, or None.
     """
     if config.qk_clip is not None:
@@ -551,7 +541,6 @@ def next_logits(
 
     Args:
       config: the model's shape, without ``bias_speed`` and ``mtp_loss``.
-      params: canonical parameters, as `init` returns them.
       tokens: int32 [rows, T].
       caches: from `empty_caches`, or from the call for the tokens before.
       start: position of the first of the tokens; start + T is at most the length of the caches.
@@ -578,14 +567,7 @@ def linear_map_names(config: GPTConfig) -> list[str]:
 
 
 def with_adapters(config: GPTConfig, number: int, layer: PyTree, rng: jax.Array) -> PyTree:
-    """Makes a layer's parameters of those that it has without ``config.adapters``.
-
-    Args:
-      config: the model's shape.
-      number: number of the layer.
-      layer: its parameters in the model without adapters.
-      rng: one key.
-    """
+    """Makes a layer's parameters of those that it has without ``config.adapters``."""
     return _with_adapters(config, config.layer_kinds[number])(layer, rng)
 
 

@@ -31,12 +31,6 @@ def of_parameters(
 ) -> PyTree:
     """Makes the splits over axes along which devices share layers, as `jaxpipe.Model.axis_split`.
 
-    Args:
-      config: the model's shape.
-      outer: shapes of embedding and head.
-      layers: shapes of every layer.
-      sharing: the devices that share layers.
-
     Returns:
       None if layers name no axes.
     """

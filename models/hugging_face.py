@@ -199,7 +199,6 @@ def save(
       folder: made if it does not exist.
       config: the model's shape. A GPT must be of one of `FAMILIES`. A ResNet
         must have style "imagenet" and norm "batch".
-      params: canonical parameters.
       state: states of the layers, for models that keep any.
       token_ids: token ids of the tokenizer, or of the model that was loaded. None writes that there
         are none; the library would otherwise take those of the family's original model.
@@ -260,7 +259,6 @@ def save_adapters(folder: str | Path, config: GPTConfig, params: PyTree, *, base
     Args:
       folder: made if it does not exist.
       config: the model's shape, with adapters.
-      params: canonical parameters.
       base: folder of the model that is adapted.
 
     Raises:

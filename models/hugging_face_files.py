@@ -197,7 +197,6 @@ def find_tensors(folder: Path, *, unread: tuple[str, ...]) -> list[Tensor]:
     """Lists all tensors of a folder, without reading any.
 
     Args:
-      folder: the folder.
       unread: names that an index may list though no file has them, as `is_unread` has it.
     """
     # As in the library, one file comes before an index.

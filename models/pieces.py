@@ -79,12 +79,7 @@ def in_turn(function: Callable[[int, Any], Any], values: Sequence[Any]) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A device's part of the sequence in equal pieces.
-
-    Args:
-      tensor: the devices that share the layer.
-      count: number of pieces.
-    """
+    """A device's part of the sequence in equal pieces."""
 
     tensor: Tensor
     count: int

@@ -169,10 +169,6 @@ def kinds(config: ResNetConfig) -> tuple[Kind, ...]:
 def init(config: ResNetConfig, rng: jax.Array) -> PyTree:
     """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
 
-    Args:
-      config: the model's shape.
-      rng: one key.
-
     Returns:
       ``{"embed": {}, "layers", "head"}``, float32; "layers" is a tuple, one tree per layer.
     """
@@ -208,7 +204,6 @@ def model(config: ResNetConfig, *, train: bool = True, metrics: bool = False) ->
     rows on this data shard and moves the running ones towards them by a tenth.
 
     Args:
-      config: the model's shape.
       train: False normalises with the running statistics and leaves them as they are. Without
         BatchNorm there is no difference.
       metrics: return "accuracy", the share of images whose likeliest class is their label, beside
@@ -257,8 +252,6 @@ def logits(
     """Plain forward pass on one device, with running statistics.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters, as `init` returns them.
       images: [rows, height, width, channels].
       state: running statistics, as `init_state` returns them; needed with ``norm="batch"`` only.
 

@@ -31,8 +31,6 @@ def sample(
     move, and is run in full for every token; so is a model with ``bias_speed``.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters.
       prompt_ids: integers [rows, length], length at least 1; if a prompt is longer than the window,
         only its end is seen.
       num_tokens: number of tokens to add, at least 1.

@@ -190,10 +190,6 @@ class DecoderLayer(nnx.Module):
 def init(config: TransformerConfig, rng: jax.Array) -> PyTree:
     """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
 
-    Args:
-      config: the model's shape.
-      rng: one key.
-
     Returns:
       ``{"embed", "layers", "head": {}}``, float32; "layers" is a tuple, the encoder's layers before
       the decoder's.
@@ -225,7 +221,6 @@ def model(
     The loss is the mean over the tokens to predict of the whole batch.
 
     Args:
-      config: the model's shape.
       vocabulary_axis: mesh axis over which the vocabulary table is split ("stage" in a pipeline);
         None for a whole table and no collectives.
       tensor_axis: model axis whose devices share every layer: heads and hidden units, between these
@@ -290,8 +285,6 @@ def logits(
     """Plain forward pass on one device, without dropout.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters, as `init` returns them.
       source: int32 [rows, S].
       target: int32 [rows, T], beginning with ``begin_id``.
 

@@ -31,8 +31,6 @@ def greedy(
     """Translates by taking the likeliest token each time.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters.
       source: int32 [rows, S], ``pad_id`` at the end of short ones.
       max_length: most tokens of a translation, the end mark included; at most
         ``config.sequence_length``.

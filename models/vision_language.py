@@ -113,10 +113,6 @@ class Projector(nnx.Module):
 def init(config: VisionLanguageConfig, rng: jax.Array) -> PyTree:
     """Initial parameters; works under `jax.jit` and `jax.eval_shape`.
 
-    Args:
-      config: the model's shape.
-      rng: one key.
-
     Returns:
       ``{"embed", "layers", "head"}``, float32; "layers" is a tuple: the encoder's layers, the
       projector, the GPT's layers.
@@ -156,7 +152,6 @@ def model(config: VisionLanguageConfig, *, vocabulary_axis: str | None = None) -
     share of images that are padding.
 
     Args:
-      config: the model's shape.
       vocabulary_axis: as of `models.gpt.model`.
 
     Returns:
@@ -226,8 +221,6 @@ def logits(config: VisionLanguageConfig, params: PyTree, batch: Batch) -> jax.Ar
     """Plain forward pass on one device, without dropout; experts drop no tokens.
 
     Args:
-      config: the model's shape.
-      params: canonical parameters, as `init` returns them.
       batch: as `model` describes a microbatch; the values of targets are not read.
 
     Returns:

@@ -184,7 +184,6 @@ def others(before: Config, config: Config, of: str) -> Iterator[Failure]:
 
     Args:
       before: configuration of the run that has the weights.
-      config: configuration of the run that reads them.
       of: the run, or its checkpoint, in words.
     """
     for name in _SHAPE:
@@ -230,7 +229,6 @@ def reader(config: Config, shape: Any, read: Callable[..., PyTree]) -> Callable[
     Args:
       config: the run; its seed draws adapters that no folder has. Those of a layer do not depend
         on who reads it.
-      shape: shape of the model.
       read: reads the parameters without adapters.
     """
     if not isinstance(shape, GPTConfig) or shape.adapters is None:

@@ -166,7 +166,6 @@ def check(
     """Applies every rule.
 
     Args:
-      config: its names and types are right.
       resume: the run folder may hold a run.
       writes: the run folder will be written to.
       reads: the data will be read. If not, it need not exist, but must fit if it does.
@@ -231,13 +230,7 @@ def without(failures: Iterable[Failure], broken: Iterable[Failure]) -> list[Fail
 
 
 def device_failures(config: Config, *, num_devices: int, platform: str) -> list[Failure]:
-    """Compares the mesh with the devices of all processes.
-
-    Args:
-      config: the configuration.
-      num_devices: number of devices that there are.
-      platform: such as "cpu" or "gpu".
-    """
+    """Compares the mesh with the devices of all processes."""
     sizes, needed = config.mesh.sizes(), config.mesh.num_devices
     if needed <= num_devices:
         return []
@@ -472,9 +465,6 @@ def _wandb(config: Config) -> Iterator[Failure]:
 
 def in_range(config: Config) -> tuple[Config, list[Failure]]:
     """Applies the ranges of single fields, so that later rules may divide by a count.
-
-    Args:
-      config: its names and types are right.
 
     Returns:
       The configuration with defaults in fields that are out of range, and what is wrong.

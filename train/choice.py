@@ -75,23 +75,13 @@ class Choice:
 
 
 def write_choice(path: Path, config: Config, choice: Choice) -> None:
-    """Records a choice and the settings that led to it. The file is never half-written.
-
-    Args:
-      path: the file.
-      config: configuration of the run.
-      choice: the choice.
-    """
+    """Records a choice and the settings that led to it. The file is never half-written."""
     record = {"settings": _settings(config), **choice.to_json()}
     write_whole(path, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def read_choice(path: Path, config: Config) -> Choice | None:
     """Reads what an earlier part of the run chose.
-
-    Args:
-      path: the file; it may be missing.
-      config: configuration of the run that continues.
 
     Returns:
       The choice; None if there is no file, or if a setting that decides it has changed.

@@ -58,9 +58,6 @@ class Invocation:
 def parse(arguments: Sequence[str]) -> Invocation:
     """Reads the file that ``--config`` names and applies the command line to it.
 
-    Args:
-      arguments: the command line without the program's name.
-
     Returns:
       The configuration, and the wrong names and types in the file; nothing else is checked.
 

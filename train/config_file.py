@@ -44,10 +44,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def validate(raw: dict[str, Any], *, source: str) -> tuple[Config, tuple[Failure, ...]]:
     """Checks names and types of a file's content.
 
-    Args:
-      raw: the content.
-      source: the file's name, for the messages.
-
     Returns:
       The configuration with defaults in place of what is wrong, and one failure per mistake.
     """

@@ -215,8 +215,6 @@ def show_memory(
     """Shows bytes per device and whether they fit.
 
     Args:
-      console: where to print.
-      setup: setup of the run.
       parts: predicted bytes by part, in words.
       compiled: what the compiler says of the step.
     """
@@ -242,7 +240,6 @@ def verdict(setup: Setup, total: int) -> str:
     """Says whether a step fits into the memory of the devices.
 
     Args:
-      setup: setup of the run.
       total: bytes of the compiled step on each device.
     """
     device, count = setup.mesh.devices.flat[0], setup.mesh.devices.size

@@ -70,9 +70,6 @@ def means(setup: Setup, state: TrainState, heldout: Examples, num_batches: int) 
     """Evaluates held-out batches; every process must call it.
 
     Args:
-      setup: setup of the run.
-      state: state whose weights are evaluated.
-      heldout: the examples.
       num_batches: number of batches, spread over all examples.
 
     Returns:

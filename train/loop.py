@@ -216,7 +216,6 @@ def run(
 
     Args:
       config: a checked configuration; jax already has the devices.
-      watchdog: watches the other processes.
       goodput: the clock of this process, since its start.
       resume: continue from the newest whole checkpoint in the run folder, if there is any.
       group: the processes that are left of this run, if some were lost; they continue from the
@@ -322,17 +321,7 @@ def _run(
 
 
 class Trainer:
-    """The loop and what it needs.
-
-    Args:
-      setup: what to run.
-      modes: the modes of the run.
-      checkpoints: where to save.
-      metrics: where numbers are written, with the clock of the run.
-      console: where lines are printed; quiet on all processes but the first.
-      describe: the description of the run in its checkpoints.
-      watchdog: watches the other processes.
-    """
+    """The loop and what it needs."""
 
     def __init__(
         self,

@@ -45,9 +45,6 @@ _CARRIED = {
 class Mode(abc.ABC):
     """A way of running training steps.
 
-    Args:
-      setup: what to run.
-
     Attributes:
       first: the number of steps done when the pipeline was last empty.
     """
@@ -278,11 +275,7 @@ class Asynchronous(Mode):
 
 
 class Modes:
-    """The modes of a run, each made when first needed.
-
-    Args:
-      setup: what to run.
-    """
+    """The modes of a run, each made when first needed."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup

@@ -103,7 +103,6 @@ class ObjectStore:
         """Writes an object unless another process has written it meanwhile.
 
         Args:
-          name: name of the object.
           content: its new content, which must differ from the old.
           version: the version that was read.
 

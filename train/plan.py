@@ -49,12 +49,7 @@ _MICROBATCHES = 2
 
 
 class Planned:
-    """A configuration that is planned for, as `jaxpipe.planning.configurations.Configured` says.
-
-    Args:
-      config: a checked configuration.
-      name: name of its file.
-    """
+    """A configuration that is planned for, as `jaxpipe.planning.configurations.Configured` says."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.config, self.name = config, name

@@ -39,9 +39,6 @@ _PATIENCE_SECONDS = 600.0
 class Publisher:
     """Publishes the weights of a run.
 
-    Args:
-      setup: the run.
-
     Raises:
       ConfigError: the folder is not there and cannot be made, or no family of the transformers
         library has the model's shape.
@@ -92,8 +89,6 @@ class Publisher:
         Nothing is published if a weight or one of the values is not finite.
 
         Args:
-          step: number of the step.
-          state: the state after it.
           values: its loss and the norm of its gradient, on the devices.
 
         Raises:

@@ -45,9 +45,6 @@ class Task(abc.ABC):
     of the configuration and its options follow from the shape: their types from its fields, their
     help from its docstring's ``Args:``.
 
-    Args:
-      config: configuration of the run.
-
     Attributes:
       default: the shape if the configuration sets no field of it.
       fixed: fields of the shape that are no options, because the data decides them.
@@ -126,20 +123,12 @@ class Task(abc.ABC):
         """
 
     def reference(self, *, axis: str | None = "stage") -> Model | None:
-        """Makes the model whose output is the batch's "reference" in a step; None for none.
-
-        Args:
-          axis: as for `model`.
-        """
+        """Makes the model whose output is the batch's "reference" in a step; None for none."""
         del axis
         return None
 
     def named_axes(self, axis: str | None) -> dict[str, str | None]:
-        """Returns the arguments that name the mesh's axes to a family's model.
-
-        Args:
-          axis: as for `model`.
-        """
+        """Returns the arguments that name the mesh's axes to a family's model."""
         shared = {} if axis is None else self.config.mesh.shared_axes()
         vocabulary = None if self.config.pipeline.vocabulary == "ends" else axis
         return {"vocabulary_axis": vocabulary} | {f"{name}_axis": name for name in shared}
@@ -240,9 +229,6 @@ class Task(abc.ABC):
 
     def exported_tokenizer(self, folder: Path) -> Exported | None:
         """Returns the tokenizer that `train.export` writes beside the weights; None without one.
-
-        Args:
-          folder: the prepared data.
 
         Raises:
           ValueError: the data is not there or damaged.

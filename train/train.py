@@ -43,9 +43,6 @@ _INTERRUPTED = 128 + signal.SIGINT
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line.
 
-    Args:
-      arguments: arguments without the program's name; ``--help`` lists them.
-
     Returns:
       The exit status.
     """

@@ -84,8 +84,6 @@ def load(folder: str | Path, *, max_images: int, length: int) -> tuple[Captions,
     """Opens both sides of a folder of images, as `train.data.images.load`.
 
     Args:
-      folder: a folder written by ``python -m train.prepare images``.
-      max_images: most images of a row.
       length: tokens to fill texts up to, at least `most_tokens`.
 
     Raises:

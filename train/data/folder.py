@@ -28,10 +28,6 @@ def prepare_hint(folder: Path, kind: str = _TEXT) -> str:
 def read_fields(folder: str | Path, kind: str) -> dict[str, Any]:
     """Reads ``meta.json`` and checks that the folder is of the wanted kind.
 
-    Args:
-      folder: a folder written by ``train.prepare``.
-      kind: one of ``KINDS``.
-
     Returns:
       The fields without the kind.
 
@@ -104,7 +100,6 @@ def require(module: str, *, extra: str, needed_by: str) -> Any:
     """Imports a module of an optional package.
 
     Args:
-      module: name to import, such as ``"sklearn.datasets"``.
       extra: the extra of this project that installs it.
       needed_by: the option or feature that needs it, for the message.
 

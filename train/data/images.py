@@ -100,9 +100,6 @@ def read_meta(folder: str | Path) -> ImageMeta:
 def load(folder: str | Path) -> tuple[Images, Images]:
     """Opens both sides of a folder and checks that they are whole.
 
-    Args:
-      folder: a folder written by ``python -m train.prepare images``.
-
     Returns:
       The images to train on and the held-out ones.
 

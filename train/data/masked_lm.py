@@ -160,7 +160,6 @@ def load(
     """Opens both sides of a folder of text.
 
     Args:
-      folder: a folder written by ``python -m train.prepare``.
       sequence_length: tokens per row, special ones included.
       next_sentence: whether rows are pairs.
 

@@ -124,7 +124,6 @@ def groups(
     """Yields names and texts of rows, in the order of the shards, in groups of `GROUP_BYTES`.
 
     Args:
-      shards: from `find_shards`.
       limit: most bytes of text; nothing is read after the first row beyond it.
       skipped: counts the rows left out, by reason.
 

@@ -119,7 +119,6 @@ def batches(
     a `Mixture`, each part has epochs of its own; `Unnumbered` examples have their own order.
 
     Args:
-      examples: what to read.
       batch_size: rows of the whole batch, over all processes, at least 1.
       seed: determines the order and all random draws, at least 0.
       rows: indices, in ``[0, batch_size)``, of the rows of the whole batch that this process wants;
@@ -205,7 +204,6 @@ def heldout_batches(
     """Yields the same examples, spread evenly over all, each time it is called.
 
     Args:
-      examples: what to read.
       batch_size: rows of the whole batch, over all processes, at least 1.
       num_batches: batches to yield, at least 1.
       rows: indices, in ``[0, batch_size)``, of the rows this process wants; all by default.

@@ -136,11 +136,6 @@ class _Reader:
     """The rows of one reader.
 
     Args:
-      data: the texts.
-      number: number of the reader.
-      count: number of all readers.
-      seed: seed of the run.
-      place: where to begin.
       length: tokens of a window, without one that the next window has as well.
     """
 

@@ -84,12 +84,6 @@ class TokenFile:
 
     The file stays open, so that one that is deleted meanwhile can still be read.
 
-    Args:
-      path: path of the file.
-      dtype: dtype of a token.
-      offset: bytes before the first token.
-      count: number of tokens.
-
     Raises:
       ConfigError: on reading, the file has been cut short.
     """
@@ -138,7 +132,6 @@ def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int, append: boo
     """Writes a token file, or further tokens of one, and waits until they are on disk.
 
     Args:
-      path: file to write.
       tokens: integers ``[num_tokens]``, each below ``vocab_size``.
       vocab_size: determines the width of a token: 2 bytes up to 65536, else 4.
       append: whether to keep the tokens that the file holds.
@@ -156,9 +149,6 @@ def write_tokens(path: Path, tokens: np.ndarray, *, vocab_size: int, append: boo
 
 def read_tokens(path: str | Path) -> TokenFile:
     """Opens a token file, after checking that it is whole.
-
-    Args:
-      path: a file written by ``train.prepare``.
 
     Returns:
       Tokens ``[num_tokens]``, uint16 or uint32, of which slices can be read.
@@ -270,9 +260,6 @@ def check_tokens(path: Path, tokens: TokenFile, *, vocab_size: int) -> None:
 def read_meta(folder: str | Path) -> DataMeta:
     """Reads ``meta.json`` of a data folder and checks that the tokenizer is the one it describes.
 
-    Args:
-      folder: a folder written by ``train.prepare``.
-
     Returns:
       The sizes, digests and settings.
 
@@ -296,9 +283,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Loads the tokenizer that made the token files of a folder.
 
     The text ``<|endoftext|>`` inside a prompt is encoded as ordinary text, as in preparation.
-
-    Args:
-      folder: a folder written by ``train.prepare``.
 
     Returns:
       A tokenizer with ``encode(text).ids`` and ``decode(ids)``; `end_of_text` is the end of a
@@ -372,9 +356,6 @@ class WithTargets:
     """Windows as inputs and targets of equal length, which slices of sequences cut alike.
 
     Positions count from the beginning of a window, or of a document if it has any.
-
-    Args:
-      windows: the windows.
 
     Example:
       >>> rows = WithTargets(Windows(np.arange(9), 4)).read(np.array([1]), np.zeros((1, 3)))

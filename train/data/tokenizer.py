@@ -34,9 +34,7 @@ def train_tokenizer(
     """Trains a byte-level BPE tokenizer: any text can be encoded and decodes to itself.
 
     Args:
-      texts: documents to learn merges from.
       vocab_size: most tokens to learn; little text gives fewer.
-      progress: gets a bar over the documents.
       special_tokens: get the first tokens, in this order.
       add_prefix_space: a text's first word is the same token as that word after a space.
 
@@ -93,7 +91,6 @@ def encoding_groups(items: Iterable[T], text: Callable[[T], str]) -> Iterator[li
     """Yields items in groups whose texts can be encoded at a time.
 
     Args:
-      items: any number.
       text: returns the text of an item, of at most `MOST_CHARACTERS`.
     """
     group, size = list[T](), 0

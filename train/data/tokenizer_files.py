@@ -93,7 +93,6 @@ def export(folder: Path, *, sequence_length: int) -> Exported:
     """Returns the tokenizer of prepared text as the transformers library reads it.
 
     Args:
-      folder: folder that ``train.prepare`` wrote.
       sequence_length: length for the model, written if the tokenizer came without a configuration.
 
     Raises:

@@ -79,7 +79,6 @@ class Pairs:
     """The pairs of one side; `stream.batches` and `stream.heldout_batches` read them.
 
     Args:
-      pairs: any number.
       tokenizer: knows the special tokens and a language token for every locale.
       source_length: tokens to fill sources up to, at least that of the longest.
       target_length: tokens to predict in a filled-up target, at least that of the longest.
@@ -129,8 +128,6 @@ def encode_sources(
     """Encodes sources without filling them up.
 
     Args:
-      tokenizer: as `Pairs` takes it.
-      texts: texts in English.
       locales: the language to translate each text to.
 
     Returns:
@@ -153,7 +150,6 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Returns the text of a target up to its end, without special tokens.
 
     Args:
-      tokenizer: as `Pairs` takes it.
       tokens: with or without ``<s>``; tokens after the first ``</s>`` are left out.
     """
     tokens = list(tokens)
@@ -188,7 +184,6 @@ def load(
     """Opens both sides of a folder of sentence pairs.
 
     Args:
-      folder: a folder written by ``python -m train.prepare translation``.
       source_length: tokens to fill sources up to; None for that of the longest.
       target_length: tokens to predict in a filled-up target; None for that of the longest.
 
@@ -221,10 +216,6 @@ def bleu(hypotheses: Sequence[str], pairs: Sequence[Pair]) -> dict[str, float]:
 
     A placeholder such as ``{0}`` counts as one word; with its braces it would count as three, and
     copying it would look like knowing a phrase.
-
-    Args:
-      hypotheses: a translation of each pair's source.
-      pairs: pairs with the translations to compare with.
 
     Returns:
       A number from 0 to 100 for each locale.

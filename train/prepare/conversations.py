@@ -96,7 +96,6 @@ class ChatTemplate:
     The template knows no date, so that the same conversations always give the same text.
 
     Args:
-      source: the template.
       tokens: special tokens by name, such as "eos".
 
     Raises:
@@ -243,11 +242,7 @@ def read(path: Path, *, option: str = "--conversations") -> dict[int, str]:
 
 
 class Encoder:
-    """Encodes documents with the special tokens that the template writes.
-
-    Args:
-      tokenizer: content of ``tokenizer.json``.
-    """
+    """Encodes documents with the special tokens that the template writes."""
 
     def __init__(self, tokenizer: str) -> None:
         self._tokenizer = Tokenizer.from_str(tokenizer)

@@ -59,11 +59,9 @@ def existing(
     """Returns the meta of ``options.out`` if the folder can stay, None if it must be written.
 
     Args:
-      options: where to write.
       files: names of the files that a folder of this kind holds.
       read_meta: reads ``meta.json``; raises ValueError if it cannot.
       check_whole: raises ValueError unless the other files are those that ``meta.json`` describes.
-      console: where to report.
 
     Raises:
       ValueError: the folder holds something else, or data of other settings.

@@ -68,10 +68,6 @@ def prepare(options: ImageOptions, *, console: Console | None = None) -> ImageMe
     Images are split by a hash of their pixels: an image that occurs twice is on one side only, and
     an image keeps its side when others are added.
 
-    Args:
-      options: what to read and where to write.
-      console: where to report; standard output by default.
-
     Returns:
       What the folder holds.
 
@@ -129,10 +125,6 @@ def collect_images(options: ImageOptions) -> LabelledImages:
 
 def split_images(images: LabelledImages, *, heldout_fraction: float) -> np.ndarray:
     """Decides by a hash of its pixels whether an image is held out.
-
-    Args:
-      images: at least one per class.
-      heldout_fraction: share of the images to hold out, between 0 and 1.
 
     Returns:
       Bool ``[num_images]``, true where the image is held out.

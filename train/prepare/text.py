@@ -131,10 +131,6 @@ class Document:
 def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataMeta:
     """Writes the data folder, all at once, or leaves it alone when it is there and whole.
 
-    Args:
-      options: what to read and where to write.
-      console: where to report; standard output by default.
-
     Returns:
       What the folder holds.
 
@@ -245,12 +241,7 @@ def _tokenizer(
 
 
 class _Encoding:
-    """Encodes documents in processes with limits, and names those that cannot be encoded.
-
-    Args:
-      options: name the source and, for conversations, where the template is.
-      known: the tokenizer.
-    """
+    """Encodes documents in processes with limits, and names those that cannot be encoded."""
 
     def __init__(self, options: PrepareOptions, known: Known) -> None:
         self._source, tokenizer = options.source, known.tokenizer.to_str()
@@ -329,9 +320,6 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
     If there is more than ``max_megabytes``, an even sample by hash of the name is used, not the
     first names.
 
-    Args:
-      options: names the folder and the limit.
-
     Returns:
       The documents sorted by name, and how many files were left out for which reason.
 
@@ -385,10 +373,6 @@ def split_documents(
     """Splits documents by a hash of their name, whatever the other documents are.
 
     Both sides get at least one document; a single document is cut in two at a line.
-
-    Args:
-      documents: at least one.
-      heldout_fraction: share of the documents to hold out, between 0 and 1.
 
     Returns:
       The documents to train on and the held-out ones.

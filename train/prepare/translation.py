@@ -85,10 +85,6 @@ class TranslationOptions(folders.DataOptions):
 def prepare(options: TranslationOptions, *, console: Console | None = None) -> TranslationMeta:
     """Writes the data folder, or leaves it alone when it is already there and whole.
 
-    Args:
-      options: what to read and where to write.
-      console: where to report; standard output by default.
-
     Returns:
       What the folder holds.
 
@@ -144,9 +140,6 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
 def collect_pairs(options: TranslationOptions) -> tuple[list[Pair], Counter[str]]:
     """Reads the pairs of all locales, cleaned, one translation of each source per locale.
 
-    Args:
-      options: names the catalogues and the locales.
-
     Returns:
       The pairs in the order of the locales and catalogues, and how many messages were left out for
       which reason.
@@ -177,10 +170,6 @@ def split_pairs(pairs: Sequence[Pair], *, heldout_fraction: float) -> tuple[list
 
     Sources that differ only in case, punctuation, placeholders or a plural's ending count as one,
     in all languages; a source keeps its side when others are added.
-
-    Args:
-      pairs: any number.
-      heldout_fraction: share of the sources to hold out, between 0 and 1.
 
     Returns:
       The pairs to train on and the held-out ones.
@@ -322,8 +311,6 @@ def read_catalogue(path: Path, locale: str, skipped: Counter[str]) -> Iterator[P
     """Reads the usable pairs of a catalogue, placeholders replaced.
 
     Args:
-      path: a ``.po`` or ``.mo`` file.
-      locale: language of its translations.
       skipped: counts the messages left out, by reason.
 
     Returns:

@@ -58,12 +58,6 @@ def listen(host: str = "", port: int = 0) -> socket.socket:
 def call(address: Address, token: bytes, message: bytes, *, seconds: float) -> Connection:
     """Calls a process of the run; the caller closes the connection.
 
-    Args:
-      address: where it serves.
-      token: what it expects.
-      message: what it is to answer.
-      seconds: time for the connection to be made.
-
     Raises:
       OSError: nobody is there.
     """

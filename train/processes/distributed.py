@@ -158,8 +158,6 @@ def start(processes: Processes, *, run: str, patience_seconds: float) -> None:
     Ends this process for a restart if another one is lost while jax connects them.
 
     Args:
-      processes: from `find_processes`.
-      run: identifies the run.
       patience_seconds: time to wait for all to come.
 
     Raises:
@@ -234,7 +232,6 @@ def local_rows(sharding: Sharding, num_rows: int) -> np.ndarray:
 
     Args:
       sharding: `jaxpipe.Pipeline.batch_sharding`.
-      num_rows: rows of the whole batch.
 
     Returns:
       Their numbers in ascending order, int64.
@@ -283,7 +280,6 @@ def global_batch(
     Args:
       batch: leaves ``[rows, ...]``, this process's rows, in the order of `local_rows`.
       sharding: sharding of the leaves ``[num_rows, ...]``.
-      num_rows: rows of the whole batch.
     """
     import jax
 
@@ -299,9 +295,6 @@ def meet(coordinator: str, *, run: str, count: int, number: int, seconds: float)
     Args:
       coordinator: HOST:PORT of process 0.
       run: identifies the run; processes of others are not counted.
-      count: number of processes.
-      number: number of this process.
-      seconds: time to wait.
 
     Raises:
       MissingProcessError: some have not come.

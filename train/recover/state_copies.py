@@ -71,14 +71,7 @@ def older(pair: Sequence[Copy]) -> Copy:
 
 
 def write(copy: Copy, step: int, state: PyTree, data: Any) -> None:
-    """Copies what the devices of this process hold of the state.
-
-    Args:
-      copy: what it held is lost.
-      step: optimizer steps done.
-      state: a tree of global arrays.
-      data: the position in the data, for JSON.
-    """
+    """Replaces a copy by what the devices of this process hold of a tree of global arrays."""
     leaves = jax.tree.leaves(state)
     copy.step, copy.data, copy.parts = -1, data, []
     copy.sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]

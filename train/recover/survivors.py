@@ -198,8 +198,6 @@ class Survivor:
         """Copies the state, and begins to send the copy to the partner.
 
         Args:
-          step: optimizer steps done.
-          state: a tree of global arrays.
           data: finds the position in the data, with all processes: until then the last copy but one
             is not touched.
         """
@@ -529,9 +527,6 @@ def fitting(config: Config, left: int, count: int, coordinator: str) -> Config |
     """Finds the largest mesh of fewer data shards for the processes that are left.
 
     Args:
-      config: the configuration of the run.
-      left: number of processes that are left.
-      count: number of processes that there were.
       coordinator: HOST:PORT of the process that becomes number 0.
 
     Returns:
@@ -561,7 +556,6 @@ def joined(config: Config, group: Group | None, lock: str) -> Survivor | None:
     """Joins the processes of a run in a group that outlives some; every process must call it.
 
     Args:
-      config: configuration of the run.
       group: what is left of an earlier group, if this program has replaced another.
       lock: identifies the lock of the run folder that the processes have.
 

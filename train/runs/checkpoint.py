@@ -39,10 +39,7 @@ def save(
     """Starts to save; returns as soon as the state may change again.
 
     Args:
-      checkpoints: where to save.
-      step: optimizer steps done.
       state: in canonical order; or the arrays of a pipeline in mid-flight, by name.
-      data: position in the data, for JSON.
       run: from `describe`.
       eval_loss: held-out loss at this step, if it was evaluated.
     """
@@ -53,8 +50,6 @@ def restore(checkpoints: Checkpoints, step: int, shapes: PyTree) -> tuple[PyTree
     """Reads a checkpoint.
 
     Args:
-      checkpoints: where to read.
-      step: one of its steps.
       shapes: shapes of what was saved, with shardings.
 
     Returns:
@@ -80,8 +75,6 @@ def restore_weights(
     """Reads the weights of a checkpoint, without the rest of the optimizer's state.
 
     Args:
-      checkpoints: where to read.
-      step: one of its steps.
       shapes: shapes of ``params`` and, if the layers have states, ``layers``, with shardings.
       averaged: read the moving average of the parameters in their place, without the bias towards
         zero with which it begins; states of layers are the latest.
@@ -121,12 +114,7 @@ def readable(step: int) -> Iterator[None]:
 
 
 def none_whole(search: Found, config: Config) -> list[Failure]:
-    """Says why no checkpoint can be continued although some exist; empty if none exists.
-
-    Args:
-      search: result of a search that found no whole checkpoint.
-      config: the run to continue.
-    """
+    """Says why no checkpoint can be continued although some exist; empty if none exists."""
     if not search.damaged:
         return []
     return [
@@ -138,13 +126,7 @@ def none_whole(search: Found, config: Config) -> list[Failure]:
 
 
 def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:
-    """Says why a pipeline in mid-flight cannot be continued; empty if it can.
-
-    Args:
-      layout: layout of the saved pipeline, values by path.
-      now: layout of the run that wants to continue.
-      step: step of the checkpoint.
-    """
+    """Says why a pipeline in mid-flight cannot be continued; empty if it can."""
     return [
         Failure(
             f"{path}={now.get(path)} does not fit the asynchronous checkpoint of step {step}, "
@@ -159,12 +141,7 @@ def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> l
 
 
 def require_drained(saved: dict[str, Any], step: int) -> None:
-    """Raises ValueError for a pipeline in mid-flight, whose weights are of several steps.
-
-    Args:
-      saved: from `description`.
-      step: step of the checkpoint.
-    """
+    """Raises ValueError for a pipeline in mid-flight, whose weights are of several steps."""
     if saved[IN_FLIGHT] is not None:
         raise ValueError(
             f"checkpoint {step} is of an asynchronous pipeline in mid-flight, which has several "
@@ -177,7 +154,6 @@ def describe(config: Config, *, data_sha256: str) -> dict[str, Any]:
     """Describes a run for its checkpoints: the whole configuration and a digest of its data.
 
     Args:
-      config: configuration of the run.
       data_sha256: digest of the tokenizer, or of the data if it has no tokenizer.
     """
     return {"config": config.to_record(), "data_sha256": data_sha256}
@@ -202,13 +178,7 @@ def description(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
 
 
 def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
-    """Says why a checkpoint cannot be continued with this configuration; empty if it can.
-
-    Args:
-      saved: from `description`.
-      config: configuration of the run that wants to continue it.
-      data_sha256: digest of the data that it would train on.
-    """
+    """Says why a checkpoint cannot be continued with this configuration; empty if it can."""
     before, here = Config(**saved["config"]), f"the checkpoint in run_dir={config.run_dir}"
     if before.task != config.task:
         return [
@@ -254,12 +224,7 @@ def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> l
 
 
 def changes(saved: dict[str, Any], config: Config) -> list[str]:
-    """Lists fields that affect the losses and differ from the checkpoint's: "train.seed 0 -> 1".
-
-    Args:
-      saved: from `description`.
-      config: configuration of the run that continues it.
-    """
+    """Lists fields that affect the losses and differ from the checkpoint's: "train.seed 0 -> 1"."""
     free = (
         *("run_dir", "init_from", "lora.init_from", "data.prepare"),
         *("sample", "publish", "distributed", "wandb"),

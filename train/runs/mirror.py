@@ -46,7 +46,6 @@ class Copy:
     """The copy of a run: its small files, and of each checkpoint what tells which ones to keep.
 
     Args:
-      store: objects of the run.
       folder: a folder that does not exist.
 
     Raises:
@@ -115,9 +114,7 @@ class Mirror:
     the rest, and removes the copy.
 
     Args:
-      copy: copy of the run.
       lock: the lock of the run, which is renewed before anything is written.
-      say: shows a line to the user.
     """
 
     def __init__(self, copy: Copy, lock: ObjectLock, say: Callable[[str], None]) -> None:
@@ -240,9 +237,7 @@ def mirrored(
     """Keeps the copy of a run while it trains; does nothing for a run in a folder.
 
     Args:
-      config: configuration of the run.
       lock: the lock of the run, which this process holds if it is the first.
-      say: shows a line to the user.
 
     Yields:
       A function that completes a checkpoint, for process 0; None if there is nothing to fetch.

@@ -30,8 +30,6 @@ class ObjectLock:
     """The lock of a run in an object store.
 
     Args:
-      store: objects of the run.
-      say: shows a line to the user.
       heartbeat_seconds: the time between two signs of life.
       patience_seconds: time to watch the lock of another process for a sign of life.
 

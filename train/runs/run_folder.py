@@ -264,12 +264,7 @@ def lost_checkpoints(config: Config) -> list[Failure]:
 
 
 def would_fail_again(config: Config, *, step: int) -> list[Failure]:
-    """Says that a run ended with numbers that are not finite, and that nothing has changed since.
-
-    Args:
-      config: configuration that it would continue with.
-      step: step that it would continue from.
-    """
+    """Says that a run ended with numbers that are not finite and would do so again."""
     last = read_progress(config.folder)
     if last.failed_step is None or last.failed_config is None or step >= last.failed_step:
         return []

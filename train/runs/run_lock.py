@@ -69,7 +69,6 @@ class RunLock:
 
     Args:
       folder: the run folder; made if it is missing, and removed again if it stays empty.
-      say: shows a line to the user.
       heartbeat_seconds: the time between two signs of life.
       patience_seconds: time to watch the lock of another machine for a sign of life.
 

@@ -139,10 +139,6 @@ def truncate(path: Path, *, last_step: int) -> None:
     """Keeps only the records up to a step, so that a resumed run writes no step twice.
 
     Lines that are not records are removed as well: a killed process may have left half a line.
-
-    Args:
-      path: metrics.jsonl; it may be missing.
-      last_step: the step to continue from.
     """
     if path.exists():
         kept = [line for line, record in records(path) if record["step"] <= last_step]
@@ -199,10 +195,6 @@ class _Gauges:
 
     A file asks for no port and no thread, any number of runs on a host have one each, and it stays
     when the run ends. The textfile collector of Prometheus' node exporter reads it.
-
-    Args:
-      path: the file.
-      run: value of the label ``run``.
     """
 
     def __init__(self, path: Path, run: str) -> None:

@@ -72,7 +72,6 @@ class Gauge:
     """Estimates the noise scale every few steps of a run, if that is configured.
 
     Args:
-      setup: setup of the run.
       path: metrics.jsonl; a resumed run continues with the last means in it.
     """
 

@@ -44,12 +44,7 @@ def write_timeline(setup: Setup, state: TrainState, batch: Any, rng: Any) -> lis
 
 
 def slowest(setup: Setup, seconds: Sequence[float]) -> str:
-    """Names the stage that spends most time in its layers, and says whether their costs explain it.
-
-    Args:
-      setup: setup of the run, whose timeline has the costs.
-      seconds: of each stage, as `write_timeline` returns them.
-    """
+    """Names the stage with the slowest layers, and says whether their costs explain it."""
     stage = int(np.argmax(seconds))
     over, expected = (part[stage] / np.mean(part) for part in (seconds, _work(setup.timeline)))
     return (
@@ -66,9 +61,6 @@ def _work(timeline: Timeline) -> list[float]:
 class Profile:
     """Records the steps from ``train.profile_from`` to ``train.profile_to``; use it as a context
     manager around the loop.
-
-    Args:
-      config: configuration of the run.
     """
 
     def __init__(self, config: Config) -> None:
