@@ -4,7 +4,6 @@ Lines, or of a data set that a function makes: read shard by shard, so that memo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxpipe.errors import shortened, shown
-from train.data import parquet
-from train.data.guarded import Guarded
+from train.data.folder import require
 from train.data.tokenizer import is_whole
 
 ENDINGS = (".parquet", ".jsonl")
@@ -26,6 +24,8 @@ GROUP_BYTES = 64_000_000
 """Bytes of text in a group."""
 MOST_CHARACTERS = 1 << 26
 """Characters of a row, or of a line of JSON."""
+_DECODED = 16
+"""Rows of a Parquet file that are decoded at a time: all of them may be large."""
 _END: Any = object()
 
 
@@ -56,7 +56,8 @@ class Shard:
             try:
                 text = next(rows, _END)
             except (OSError, ValueError, RecursionError) as error:
-                raise self._broken(f"{error}, at row {number}") from error
+                reason = shortened(" ".join(str(error).split()))
+                raise self._broken(f"{reason}, at row {number}") from error
             if text is _END:
                 return
             if problem := _problem(text):
@@ -103,11 +104,11 @@ def find_shards(source: str, column: str, *, option: str) -> list[Shard]:
     path, given = Path(source), f"{option}={source}"
     if ":" in source and not path.exists():
         return _of_function(source, column, given)
-    shards, reader = list[Shard](), functools.cache(parquet.open_reader)
+    shards = list[Shard]()
     for file in find_files(path):
         name = file.relative_to(path if path.is_dir() else file.parent).as_posix()
         if file.suffix == ".parquet":
-            shards += _row_groups(file, column, given, name, reader)
+            shards += _row_groups(file, column, given, name)
         else:
             shards.append(Shard(given, name, 0, partial(_lines, file, column)))
     if not shards:
@@ -148,17 +149,32 @@ def groups(
         yield group
 
 
-def _row_groups(
-    file: Path, column: str, given: str, name: str, reader: Callable[[], Guarded]
-) -> Iterator[Shard]:
-    first = 0
+def _row_groups(file: Path, column: str, given: str, name: str) -> Iterator[Shard]:
     try:
-        counts = parquet.row_groups(file, column)
+        with _parquet().ParquetFile(file) as opened:
+            names, metadata = opened.schema_arrow.names, opened.metadata
+        if column not in names:
+            raise ValueError(f"it has no column {column!r}, but {', '.join(names)}")
     except (OSError, ValueError) as error:
         raise ValueError(f"{given}: {name} cannot be read: {error}.") from error
-    for number, count in enumerate(counts):
-        yield Shard(given, name, first, partial(parquet.read, reader(), file, number, column))
-        first += count
+    first = 0
+    for number in range(metadata.num_row_groups):
+        yield Shard(given, name, first, partial(_values, file, number, column))
+        first += metadata.row_group(number).num_rows
+
+
+def _parquet() -> Any:
+    return require("pyarrow.parquet", extra="parquet", needed_by="Reading Parquet files")
+
+
+def _values(file: Path, group: int, column: str, start: int) -> Iterator[Any]:
+    try:
+        with _parquet().ParquetFile(file, buffer_size=1 << 20) as opened:
+            batches = opened.iter_batches(_DECODED, row_groups=[group], columns=[column])
+            values = (value.as_py() for batch in batches for value in batch.column(0))
+            yield from itertools.islice(values, start, None)
+    except NotImplementedError as error:  # a damaged file may ask for an encoding that there is not
+        raise ValueError(str(error)) from error
 
 
 def read_lines(file: TextIO) -> Iterator[str]:
