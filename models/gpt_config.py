@@ -20,6 +20,18 @@ _EXPERT_COUNTS = (
 )  # fmt: skip
 _LATENT = ("query_rank", "value_size")
 _LINEAR = ("linear_value_heads", "linear_key_size", "linear_value_size", "linear_conv")
+_NOT_TOGETHER = [
+    ("pre_norm", "residual"), ("residual_streams", "residual"), ("residual_streams", "mtp_loss"),
+    ("mtp_loss", "head_bias"), ("norms_from_zero", "norm_scale"), ("rotary_size", "positions"),
+    ("attention_scale", "query_scalar"), ("attention_sinks", "attention_soft_cap"),
+    ("qk_clip", "qk_norm"), ("qk_clip", "attention_soft_cap"),
+    ("device_capacity_factor", "capacity_factor"),
+    *((name, "kv_rank") for name in (
+        "qk_norm", "bias", "qkv_bias", "out_bias", "query_scalar", "attention_scale", "positions",
+        "unrotated_layers", "attention_gate", "attention_sinks",
+    )),
+]  # fmt: skip
+"""Fields that exclude each other, unless one of them has its default value."""
 BIASES = ("qkv", "out", "mlp", "norm")
 """The parts of a layer that may have biases."""
 
@@ -290,14 +302,6 @@ class GPTConfig(validation.Validated):
         yield from self._layer_problems()
         yield from self._contradictions()
         yield from validation.negative(self, "mtp_loss", "first_position")
-        if self.attention_sinks and (self.attention_soft_cap or self.kv_rank):
-            other = "attention_soft_cap" if self.attention_soft_cap else "kv_rank"
-            rule, others = f"cannot be combined with ${other}", {other: getattr(self, other)}
-            yield Problem("attention_sinks", True, rule, (False,), others)
-        for name in ("qk_norm", "attention_soft_cap") if self.qk_clip else ():
-            if value := getattr(self, name):
-                rule = "cannot be combined with $" + name + ", which bounds scores"
-                yield Problem("qk_clip", self.qk_clip, rule, (None,), {name: value})
         yield from self._rotary_problems()
         yield from self._factor_problems()
         if self.rope_ramp != "dynamic":
@@ -333,40 +337,20 @@ class GPTConfig(validation.Validated):
 
     def _contradictions(self) -> Iterator[Problem]:
         """Yields values that another option leaves without effect or without a meaning."""
-        parallel = self.residual != "sequential"
-        for name, other, wrong in (
-            ("pre_norm", "residual", parallel and not self.pre_norm),
-            (
-                "attention_scale",
-                "query_scalar",
-                None not in (self.attention_scale, self.query_scalar),
-            ),
-            ("norms_from_zero", "norm_scale", self.norms_from_zero and not self.norm_scale),
-            ("norm_scale", "norm", self.norm == "rms" and not self.norm_scale),
-            ("qk_norm_scope", "qk_norm", self.qk_norm_scope != "head" and not self.qk_norm),
-            (
-                "activation",
-                "num_experts",
-                self.activation == "xielu" and self.num_experts is not None,
-            ),
-            (
-                "rotary_size",
-                "positions",
-                self.rotary_size is not None and self.positions != "rotary",
-            ),
-            ("first_position", "positions", self.first_position and self.positions == "rotary"),
-            ("mtp_loss", "head_bias", self.mtp_loss is not None and self.head_bias),
-            ("residual_streams", "residual", self.residual_streams > 1 and parallel),
-            (
-                "residual_streams",
-                "mtp_loss",
-                self.residual_streams > 1 and self.mtp_loss is not None,
-            ),
-        ):
-            if wrong:
-                value, others = getattr(self, name), {other: getattr(self, other)}
-                near = (getattr(type(self), name),)
-                yield Problem(name, value, f"cannot be combined with ${other}", near, others)
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        given = {n: value for n in default if (value := getattr(self, n)) != default[n]}
+        wrong = [(one, other) for one, other in _NOT_TOGETHER if one in given and other in given]
+        if self.norm == "rms" and not self.norm_scale:
+            wrong.append(("norm_scale", "norm"))
+        if "qk_norm_scope" in given and not self.qk_norm:
+            wrong.append(("qk_norm_scope", "qk_norm"))
+        if self.activation == "xielu" and self.num_experts is not None:
+            wrong.append(("activation", "num_experts"))
+        if self.first_position and self.positions == "rotary":
+            wrong.append(("first_position", "positions"))
+        for name, other in wrong:
+            rule, others = f"cannot be combined with ${other}", {other: getattr(self, other)}
+            yield Problem(name, given[name], rule, (default[name],), others)
 
     def _rotary_size_problems(self, most: int | None) -> Iterator[Problem]:
         """Yields a number of rotated numbers that is odd, or larger than heads."""
@@ -443,13 +427,6 @@ class GPTConfig(validation.Validated):
             rule, others = "must be $num_heads with $kv_rank", {"num_heads": self.num_heads}
             near = (self.num_heads,)
             yield Problem("num_kv_heads", self.kv_heads, rule, near, others | given)
-        for name in (
-            "qk_norm", "bias", "qkv_bias", "out_bias", "query_scalar", "attention_scale",
-            "positions", "unrotated_layers", "attention_gate",
-        ):  # fmt: skip
-            value, default = getattr(self, name), getattr(type(self), name)
-            if value != default:
-                yield Problem(name, value, "cannot be combined with $kv_rank", (default,), given)
         if self.rotary_size is None or self.value_size is None:
             return
         yield from self._rotary_size_problems(None)
@@ -485,11 +462,6 @@ class GPTConfig(validation.Validated):
         yield from validation.negative(self, "balance_loss", "z_loss", "bias_speed")
         if self.num_experts is None:
             return
-        if None not in (self.capacity_factor, self.device_capacity_factor):
-            rule = "cannot be combined with $capacity_factor, which bounds each expert"
-            others = {"capacity_factor": self.capacity_factor}
-            factor = self.device_capacity_factor
-            yield Problem("device_capacity_factor", factor, rule, (None,), others)
         pairs = [("experts_per_token", "num_experts"), ("expert_every", "num_layers")]
         pairs.append(("groups_per_token", "expert_groups"))
         for name, most in pairs:
