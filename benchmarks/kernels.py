@@ -65,6 +65,7 @@ _MOVES = frozenset(
      "dynamic-update-slice", "copy", "transpose", "convert", "reshape", "broadcast", "pad",
      "concatenate", "select", "iota", "fusion"}
 )  # fmt: skip
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'  # XLA emits nothing for it
 _PARAMETER = re.compile(r"parameter\((\d+)\)")
 _GROUPED = 'custom_call_target="mosaic_gpu'  # models/grouped_matmul.py
 _BLOCKS = 'custom_call_target="__gpu$xla.gpu.triton"'  # models/flash_kernels.py
@@ -74,7 +75,7 @@ _ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 def is_kernel(row: Instruction) -> bool:
     """Whether an instruction of a computation that is not fused launches a kernel."""
-    return row.opcode not in _FREE
+    return row.opcode not in _FREE and _ALLOCATES not in row.text
 
 
 def kernel(

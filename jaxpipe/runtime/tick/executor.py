@@ -111,9 +111,9 @@ def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried
     """
 
     def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        inexact = jnp.issubdtype(shape.dtype, jnp.inexact)
-        value = np.nan if fixed.setup.options.poison and inexact else 0
-        return jnp.full(shape.shape, value, shape.dtype)
+        if fixed.setup.options.poison and jnp.issubdtype(shape.dtype, jnp.inexact):
+            return jnp.full(shape.shape, np.nan, shape.dtype)
+        return lax.empty(shape.shape, shape.dtype)
 
     shapes = buffer_shapes(fixed)
     residuals = {
