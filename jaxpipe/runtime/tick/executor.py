@@ -310,7 +310,7 @@ def tick(
     arriving = send_late(fixed, parts, {} if parts.first else carried.messages)
     if fixed.table.gathers.whole:
         carried = carried.but(weights=weights.gather(fixed, carried.weights, row.gather))
-    if parts.forward:
+    if parts.forward and fixed.runs("embed", parts):
         carried = outer_phases.enter(fixed, batch, carried, row.outer)
         row = row._replace(cells=_in_turn(fixed, carried.inboxes, row.cells, device))
     if sink is not None:
@@ -329,9 +329,9 @@ def tick(
     row = row._replace(outer=_in_turn(fixed, layers, row.outer, device))
     if sink is None:
         return outer_phases.evaluate(fixed, batch, carried, row.outer, outputs[Kind.F])
-    if parts.backward:
+    if parts.backward and fixed.runs("embed_gradient", parts):
         carried = outer_phases.embed_gradient(fixed, batch, carried, row.outer, outputs[Kind.B])
         row = row._replace(outer=_in_turn(fixed, carried.outer_gradients, row.outer, device))
-    if parts.forward:
+    if parts.forward and fixed.runs("head", parts):
         carried = outer_phases.leave(fixed, batch, carried, row.outer, outputs[Kind.F])
     return carried

@@ -58,6 +58,7 @@ from jaxpipe.runtime.types import (
 )
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import (
+    NONE,
     BodyParts,
     Cell,
     Moved,
@@ -147,8 +148,16 @@ class Fixed:
         self, kind: Kind, known: Collection[str], parts: BodyParts
     ) -> dict[int, dict[str, Any]]:
         """The cells of a kind that ticks with these parts have, by number."""
-        ticks = np.asarray([one == parts for one in self.table.parts(**self._moves)])
-        return self.table.cells(kind, self.fields(kind, known), ticks)
+        return self.table.cells(kind, self.fields(kind, known), self._ticks(parts))
+
+    def runs(self, phase: str, parts: BodyParts) -> bool:
+        """Whether any tick with these parts has an outer phase: a field of `Outer`."""
+        column = getattr(self.table.outer, phase)[self._ticks(parts)]
+        return not self.setup.cells_in_table or bool((column != NONE).any())
+
+    def _ticks(self, parts: BodyParts) -> np.ndarray:
+        """Marks the ticks with these parts, bool ``[ticks]``."""
+        return np.asarray([one == parts for one in self.table.parts(**self._moves)])
 
     def numbered(self, kind: Kind, cell: Cell) -> Cell:
         """The cells of a kind with their numbers."""
@@ -181,7 +190,7 @@ class Fixed:
 
     def runs_once(self, parts: BodyParts) -> bool:
         """Whether a single tick has these parts: XLA leaves out its loop."""
-        return self.table.parts(**self._moves).count(parts) == 1
+        return int(self._ticks(parts).sum()) == 1
 
     @property
     def _moves(self) -> dict[str, bool]:
