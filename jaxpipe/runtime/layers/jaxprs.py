@@ -31,6 +31,12 @@ FORMS = {
 }
 """Primitives that bring values into another form."""
 
+_ARITHMETIC = {
+    *("add", "add_any", "broadcast_in_dim", "convert_element_type", "integer_pow", "mul", "neg"),
+    *("reshape", "select_n", "square", "squeeze", "sub"),
+}
+"""Primitives that cost no more than to read their results, if their operands are read anyway."""
+
 
 def flatten(closed: core.ClosedJaxpr, *, selects: bool = False) -> core.ClosedJaxpr:
     """Inlines the calls of a program, so that it is one list of equations.
@@ -148,6 +154,18 @@ def needed(
             kept.append(eqn)
             wanted.update(v for v in eqn.invars if is_var(v) and v not in given)
     return kept[::-1]
+
+
+def remade(eqns: Eqns, variables: Vars, given: Vars) -> Vars:
+    """Finds the variables that arithmetic makes of what else is ``given``, as they are."""
+    left = set(given)
+    for v in [v for eqn in reversed(eqns) for v in eqn.outvars if v in variables]:
+        chain = needed(eqns, [v], left - {v})
+        made = {w for eqn in chain for w in eqn.outvars}
+        names = (eqn.primitive.name for eqn in chain)
+        if reads(chain, [v]) - made <= left and _ARITHMETIC.issuperset(names):
+            left.remove(v)
+    return given - left
 
 
 def narrowed(eqns: Eqns, outputs: Iterable[Atom]) -> list[Eqn]:

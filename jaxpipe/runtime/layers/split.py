@@ -6,6 +6,7 @@ residuals need is the forward, the rest is the backward. Then these are cut:
 
 - residuals that do not depend on x (parameters, casts of them, and what depends on the context
   only, such as dropout masks) are recomputed where they are used; the others are saved, once each;
+- what B alone reads is made again where arithmetic makes it of others that are kept;
 - B is what dx needs, W is what dparams needs beside it, and values of B that W reads *cross*;
 - values that F gathers over devices only for B are kept in parts, and B gathers them again;
 - values that B gathers over devices cross in parts, and W gathers them again;
@@ -446,6 +447,7 @@ def _cut(traced: _Traced, *, early: bool) -> Split:
     needed = jaxprs.needed(backward, traced.dparams)
     w = [eqn for eqn in needed if id(eqn) not in in_b or from_kept.isdisjoint(eqn.outvars)]
     made = {v for eqn in b for v in eqn.outvars} | set(traced.dy)
+    operands = jaxprs.reads(w, traced.dparams)
     if early:
         in_b |= _early(w, traced.dparams, made & from_kept, kept_inputs)
     b = [eqn for eqn in backward if id(eqn) in in_b]
@@ -465,6 +467,10 @@ def _cut(traced: _Traced, *, early: bool) -> Split:
     until_b = [v for v in saved(read_by_b) if v not in until_w]
     until_b = [w for v in until_b for w in jaxprs.gathered_parts(forward, v, from_x)]
     until_b = [v for v in dict.fromkeys(until_b) if v not in until_w]
+    # What W would read stays, so that both kinds of backward keep equally much.
+    given = {*traced.consts, *traced.known, *until_b, *until_w}
+    remade = jaxprs.remade(forward, set(until_b) - operands, given)
+    until_b = [v for v in until_b if v not in remade]
     order = [*traced.dy, *(v for eqn in backward for v in eqn.outvars)]
     crosses = [v for v in order if v in read_by_w & made_by_b & from_kept]
     state = traced.own[traced.x.num_leaves :]
