@@ -85,17 +85,17 @@ class Limits(NamedTuple):
 
 # What is found today, rounded up.
 LIMITS = {
-    "1x8 1f1b-fused, unrolled": Limits(1.32, 0, 0.035),
+    "1x8 1f1b-fused, unrolled": Limits(1.05, 0, 0.035),
     "1x8 1f1b-fused, unrolled, dots": Limits(1.05, 0, 0.035),
-    "1x8 1f1b-fused, unrolled, full": Limits(1.32, 0, 0.03),
+    "1x8 1f1b-fused, unrolled, full": Limits(1.3, 0, 0.03),
     "1x8 1f1b-fused, unrolled, dots, layers of two": Limits(1.05, 0, 0.035),
     "1x8 1f1b-fused, unrolled, dots, layers of two, in threes": Limits(1.08, 0, 0.035),
     "1x8 1f1b-fused, stacked, dots": Limits(1.38, 405, 0.03),
-    "1x8 1f1b, unrolled": Limits(1.45, 0, 0.03),
+    "1x8 1f1b, unrolled": Limits(1.05, 0, 0.03),
     "1x8 1f1b, unrolled, dots": Limits(1.05, 0, 0.03),
-    "1x8 1f1b, unrolled, full": Limits(1.5, 0, 0.02),
+    "1x8 1f1b, unrolled, full": Limits(1.3, 0, 0.02),
     "1x8 1f1b, stacked, dots": Limits(1.57, 405, 0.025),
-    "1x8 breadth-first, ZeRO-3, unrolled, dots, partition chosen": Limits(1.14, 0, 0.025),
+    "1x8 breadth-first, ZeRO-3, unrolled, dots, partition chosen": Limits(1.05, 0, 0.025),
     "1x8 zb-v, ZeRO-3, unrolled, dots, partition chosen": Limits(1.05, 0, 0.04),
     "1x8 zb-v, ZeRO-3, unrolled, dots, equal chunks, vocabulary at the ends": Limits(1.05, 0, 0.01),
 }

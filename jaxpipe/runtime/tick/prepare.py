@@ -57,9 +57,9 @@ from jaxpipe.runtime.types import (
 )
 from jaxpipe.schedule.problems import refuse
 
-_MOST_COPIES = 300
-"""Largest number of layers in the loops of a program that knows slots; each takes 0.3 to 0.5 s to
-compile. See docs/design/001-executor.md."""
+_MOST_COPIES, _MOST_CROSSING = 450, 300
+"""Largest number of layers in the loops of a program that knows all slots, or those from B to W,
+which gains less; each takes 0.3 to 0.7 s to compile. See docs/design/001-executor.md."""
 
 
 def fix(
@@ -186,7 +186,7 @@ def _known(fixed: Fixed) -> tuple[str, ...]:
 
     passes = fixed.table.passes
 
-    def fits(known: tuple[str, ...]) -> bool:
+    def fits(known: tuple[str, ...], most: int) -> bool:
         """Counts the layers in the loops of all bodies of ticks."""
         copies = sum(
             1
@@ -196,9 +196,10 @@ def _known(fixed: Fixed) -> tuple[str, ...]:
             for kind in filter(parts.has, passes)
             for cell in fixed.cells(kind, known, parts).values()
         )
-        return copies <= _MOST_COPIES
+        return copies <= most
 
-    return next((known for known in (RESIDUALS, RESIDUALS[-1:]) if fits(known)), ())
+    choices = (RESIDUALS, _MOST_COPIES), (RESIDUALS[-1:], _MOST_CROSSING)
+    return next((known for known, most in choices if fits(known, most)), ())
 
 
 def _left_behind(layers: Layers, setup: Setup) -> dict[str, list[Sequence[Shapes]]]:
