@@ -43,7 +43,7 @@ from models.context import Context
 from models.gpt_config import GPTConfig, LayerKind
 from models.latent_attention import LatentAttention
 from models.linear_attention import LinearAttention
-from models.pieces import Pieces, in_turn, num_pieces, staggered
+from models.pieces import Pieces, gathered_last, in_turn, num_pieces, staggered
 from models.sharing import WHOLE, Sharing
 from models.streams import Streams
 from models.tensor import Tensor
@@ -184,7 +184,8 @@ class Block(nnx.Module):
         assert isinstance(attention, Attention)
         assert isinstance(mlp, MLP)
         qkv, ups = (pieces.columns(linears, x) for linears in ([attention.qkv], mlp.ups))
-        out, down = (pieces.rows(linear, x) for linear in (attention.out, mlp.down))
+        out, down = pieces.rows(attention.out, x), pieces.last_rows(mlp.down, x)
+        x, qkv, ups = gathered_last(x, qkv, ups)
         post_norms = [lambda y: y] * 2
         if self.config.post_norm:
             post_norms = [self.attention_post_norm, self.mlp_post_norm]
@@ -217,7 +218,7 @@ class Block(nnx.Module):
 
         def end(n: int, value: tuple[jax.Array, list[jax.Array]]) -> jax.Array:
             x, (y,) = value
-            (y,) = down.finish(n, tensor.scatter(y))
+            (y,) = down.biased(*map(tensor.scatter, down.note(n, y)))
             return x + post_norms[1](y)
 
         columns = staggered([gather, multiply], pieces.split(self.attention_norm(x)))

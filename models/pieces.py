@@ -112,6 +112,14 @@ class Pieces:
         """A linear map whose output is scattered before `PieceMap.finish`."""
         return self._map([linear], x_BTE, (self.whole, self.gathered), (self.tensor.size, 1))
 
+    def last_rows(self, linear: Linear, x_BTE: jax.Array) -> PieceMap:
+        """A linear map whose output is scattered between `PieceMap.note` and `PieceMap.biased`.
+
+        Its kernel's gradient takes the cotangents that the backward has gathered: one matmul waits
+        for no gather, and others are gathered beside it.
+        """
+        return self._map([linear], x_BTE, (self.whole, self.whole), (self.tensor.size,) * 2)
+
     def _map(
         self, linears: Sequence[Linear], x_BTE: jax.Array, join: _Join, times: tuple[int, int]
     ) -> PieceMap:
@@ -121,6 +129,17 @@ class Pieces:
         lengths = [count * length // self.count for count in (times[0], *times[1:] * len(kernels))]
         shapes = tuple((num_rows, *sizes) for sizes in zip(lengths, widths, strict=True))
         return PieceMap(linears, _places(join, self.count, shapes, x_BTE.dtype, kernels))
+
+
+def gathered_last(x: jax.Array, *maps: PieceMap) -> tuple[Any, ...]:
+    """Returns ``x`` and the maps, whose kernels' gradients come after the cotangent of ``x``.
+
+    A whole input takes as long to gather as four pieces, and XLA would start before the last pieces
+    are scattered: they would wait for the link.
+    """
+    x, all_places = _places_last(x, [one.places for one in maps])
+    places = zip(maps, all_places, strict=True)
+    return x, *(dataclasses.replace(one, places=its_own) for one, its_own in places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +165,14 @@ class PieceMap:
 
     def finish(self, n: int, *ys: jax.Array) -> list[jax.Array]:
         """Adds biases to the products of piece ``n``, and notes cotangents for the gradients."""
-        ys = tuple(map(_note_cotangent, self.places[n][1:], ys))
+        return self.biased(*self.note(n, *ys))
+
+    def note(self, n: int, *ys: jax.Array) -> list[jax.Array]:
+        """Returns the products of piece ``n``, and notes their cotangents for the gradients."""
+        return list(map(_note_cotangent, self.places[n][1:], ys))
+
+    def biased(self, *ys: jax.Array) -> list[jax.Array]:
+        """Adds biases to the products of a piece."""
         biases = [linear.bias for linear in self.linears]
         return [
             y if bias is None else y + bias[...].astype(y.dtype)
@@ -185,6 +211,16 @@ def _kernel_gradients(
 
 
 _places.defvjp(lambda *args: (_places(*args), None), _kernel_gradients)
+
+
+@jax.custom_vjp
+def _places_last(x: jax.Array, places: Any) -> tuple[jax.Array, Any]:
+    return x, places
+
+
+_places_last.defvjp(
+    lambda *args: (args, None), lambda _, cotangents: lax.optimization_barrier(cotangents)
+)
 
 
 @jax.custom_vjp
