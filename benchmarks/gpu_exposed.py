@@ -3,7 +3,9 @@
 Compiles a step with Adam of the GPT of `benchmarks/gpu_compile.py`, or of Llama 70B where tensor
 devices share its layers, models it as `benchmarks/gpu_roofline.py` does, and tells transfers apart
 by the mesh axes that they connect. For each it prints the milliseconds that it takes in a step, the
-mean over stages, and those of them in which nothing else runs.
+mean over stages, and those of them in which nothing else runs; for each axis also how much shorter
+the step would be without. A stage that waits for others, as for its first message, has nothing to
+run beside its transfers, and the step is no longer for them.
 
     .venv-gpu/bin/python benchmarks/gpu_exposed.py --schedules 1f1b-fused interleaved-fused --data 4
     .venv-gpu/bin/python benchmarks/gpu_exposed.py --schedules zb-v --tensor 8 --hosts 2 --zero 0
@@ -33,7 +35,7 @@ from jax.sharding import Mesh
 import jaxpipe
 from benchmarks import gpu_compile, gpu_large
 from benchmarks.hlo import Instruction
-from benchmarks.modelled_steps import modelled
+from benchmarks.modelled_steps import Step, modelled
 from benchmarks.roofline import Roofline, Spent, device_groups, total
 from jaxpipe.planning.without_devices import (
     GPUS_PER_HOST,
@@ -49,11 +51,14 @@ class ByAxes(Roofline):
     Args:
       mesh: the program's.
       alone: whether only transfers take time, one after the other, so that all of it is exposed.
+      free: mesh axes whose transfers take no time, named as in `use_of`; None for none.
     """
 
-    def __init__(self, *args: Any, mesh: Mesh, alone: bool = False) -> None:
+    def __init__(
+        self, *args: Any, mesh: Mesh, alone: bool = False, free: str | None = None
+    ) -> None:
         super().__init__(*args)
-        self._mesh, self._alone = mesh, alone
+        self._mesh, self._alone, self._free = mesh, alone, free
         self.overlaps = not alone
         if alone:
             self.launch = self.wait = 0.0
@@ -64,6 +69,10 @@ class ByAxes(Roofline):
         numbers = np.unravel_index(own, self._mesh.devices.shape)
         varied = zip(self._mesh.axis_names, map(np.ptp, numbers), strict=True)
         return "+".join(name for name, by in varied if by), transfer.opcode.removesuffix("-start")
+
+    def _transfer_seconds(self, computation: str, row: Instruction) -> float:
+        taken = self.use_of(row)[0] != self._free
+        return taken * super()._transfer_seconds(computation, row)
 
     def _kernel(self, computation: str, row: Instruction) -> Spent:
         return Counter() if self._alone else super()._kernel(computation, row)
@@ -108,18 +117,24 @@ def measure(args: argparse.Namespace, name: str) -> None:
     began = time.process_time()
     step = compiled(pipe, batch, updates=(optax.adam(1e-3), "step"))
     seconds = time.process_time() - began
-    found, moved = (
-        modelled(pipe, step, config, partial(ByAxes, mesh=pipe.mesh, alone=alone))
-        for alone in (False, True)
-    )
+
+    def model(**options: Any) -> Step:
+        return modelled(pipe, step, config, partial(ByAxes, mesh=pipe.mesh, **options))
+
+    found, moved = model(), model(alone=True)
     layer = sum(map(total, found.passes.values()))
     print(
         f"{name} on {sizes}: {found.seconds * 1e3:.1f} ms, {layer * 1e3:.3f} ms per layer, "
         f"{found.bytes / 1e9:.2f} GB, compiled in {seconds:.0f} CPU s"
     )
     for what, all_of_it, exposed in rows_of(found.spent, moved.spent):
-        share = exposed / all_of_it
-        print(f"  {what:32} {all_of_it:8.2f} ms, {exposed:8.2f} exposed ({share:.1%})", flush=True)
+        line = (
+            f"  {what:32} {all_of_it:8.2f} ms, {exposed:8.2f} exposed ({exposed / all_of_it:.1%})"
+        )
+        if what.endswith(" in all"):
+            without = model(free=what.removesuffix(" in all"))
+            line += f", {1e3 * (found.seconds - without.seconds):.2f} of the step"
+        print(line, flush=True)
 
 
 def main() -> None:

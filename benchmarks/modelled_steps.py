@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -172,11 +173,27 @@ def modelled(
 
         return of_tick
 
+    def trips_of_entry(stage: int) -> Callable[[Instruction], float]:
+        def trips(loop: Instruction) -> float:
+            inside = (trips_of(tick, stage)(loop) for tick in inlined)
+            return next(filter(None, inside), runs_outside(program, table, loop, bodies))
+
+        return trips
+
+    def in_entry(tick: int, stage: int) -> Spent:
+        """From the first loop of a tick to its last, with what they leave exposed of transfers."""
+        rows = program.computations[program.entry]
+        loops = [n for n, row in enumerate(rows) if row.opcode == "while" and scope_of(row)]
+        own = [n for n in loops if is_of(rows[n], names[tick])]
+        run = partial(rooflines[stage].run, program.entry, trips_of_entry(stage))
+        spent = run(until=own[-1] + 1)
+        spent.subtract(run(until=own[0]))
+        return spent
+
     def one(tick: int, stage: int) -> Spent:
-        loops = program.loops(bodies[names[tick]])
-        own = map(trips_of(tick, stage), loops)
         if tick in inlined:
-            return rooflines[stage].loops(program.entry, trips_of(tick, stage))
+            return in_entry(tick, stage)
+        own = map(trips_of(tick, stage), program.loops(bodies[names[tick]]))
         *_, numbers = table.branches(list(filter(parts[tick].has, (Kind.F, Kind.B))))
         branch = numbers[table.exchange[tick]]
         return of_trips(rooflines[stage], bodies[names[tick]], tuple(own), branch)
@@ -184,14 +201,8 @@ def modelled(
     ticks = [[one(tick, stage) for stage in stages] for tick in range(table.num_ticks)]
 
     def outside(stage: int) -> Spent:
-        """Times a stage outside of ticks, with what loops of ticks that stand in the entry leave
-        exposed of the transfers beside them."""
-
-        def trips(loop: Instruction) -> float:
-            inside = (trips_of(tick, stage)(loop) for tick in inlined)
-            return next(filter(None, inside), runs_outside(program, table, loop, bodies))
-
-        spent = rooflines[stage].run(program.entry, trips)
+        """Times a stage outside of ticks."""
+        spent = rooflines[stage].run(program.entry, trips_of_entry(stage))
         for tick in inlined:
             spent.subtract(ticks[tick][stage])
         return spent

@@ -113,10 +113,18 @@ class Roofline:
             self._bodies[computation] = self.run(computation, known_trips)
         return self._bodies[computation]
 
-    def run(self, computation: str, trips: Trips, branch: int | None = None) -> Spent:
+    def run(
+        self,
+        computation: str,
+        trips: Trips,
+        branch: int | None = None,
+        *,
+        until: int | None = None,
+    ) -> Spent:
         """The time of a computation whose loops run as often as ``trips`` says.
 
-        Its conditionals take the branch of this number, or by default the longest.
+        Its conditionals take the branch of this number, or by default the longest. It ends before
+        instruction ``until``, if that is a number.
 
         Loops inside those run as often as the text says, but for those around loops of several
         cells, which run as often as these.
@@ -125,7 +133,7 @@ class Roofline:
         link_free = 0.0
         ends: dict[str, float] = {}
         uses: dict[str, Hashable] = {}
-        for row in self.program.computations[computation]:
+        for row in self.program.computations[computation][:until]:
             opcode = row.opcode.removesuffix("-start").removesuffix("-done")
             if row.opcode == "while":
                 spent += self._loop(row, trips)
@@ -150,11 +158,6 @@ class Roofline:
     def use_of(self, transfer: Instruction) -> Hashable:
         """The use that counts what is exposed of a transfer."""
         return Use.TRANSFERS
-
-    def loops(self, computation: str, trips: Trips) -> Spent:
-        """The time of a computation's loops alone."""
-        rows = self.program.computations[computation]
-        return sum((self._loop(row, trips) for row in rows if row.opcode == "while"), Counter())
 
     def _loop(self, loop: Instruction, trips_of: Trips) -> Spent:
         body = loop.calls["body"]
