@@ -45,6 +45,22 @@ def test_lookup_of_a_split_table_is_plain_indexing(dtype):
     assert f":{name}[3,5,6] = psum[" in str(jax.make_jaxpr(split)(TABLE, IDS))
 
 
+def test_columns_of_a_table_are_exchanged_for_parts_of_the_sequence():
+    table, ids = MIX[:, :STAGES], jnp.arange(2 * STAGES).reshape(1, -1) % WIDTH
+
+    def rows(table, ids):
+        return lookup(table, ids, sequence_axis="stage", by_width=True)
+
+    split = split_run(rows, (P(None, "stage"), P()), P(None, "stage"))
+    np.testing.assert_array_equal(split(table, ids), table[ids])
+    cotangent = jnp.tanh(table[ids[:, ::-1]])
+    (found,), (expected,) = (
+        jax.vjp(function, table)[1](cotangent)
+        for function in (lambda table: split(table, ids), lambda table: table[ids])
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_split_gradients_equal_whole_gradients(tied):
     params = {"table": TABLE, "mix": MIX}
