@@ -60,6 +60,6 @@ def of_parameters(
     if axis is None:
         return of_layers
     of_outer = of_tables(outer, P(axis))
-    if not config.tied:  # of the embedding alone: by columns, as `vocabulary.lookup` likes it best
+    if not config.tied:  # by columns, which `vocabulary.lookup` exchanges with fewer bytes
         of_outer["embed"]["table"] = P(None, axis)
     return of_layers | of_outer

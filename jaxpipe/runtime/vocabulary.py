@@ -177,8 +177,8 @@ _sum_replicated.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _whole(x: Array, axis: str | None, sequence_axis: str | None) -> Array:
-    """The whole sequence. The backward sums over devices, last over the axis that has every stage's
-    links: there, only a part of the sequence travels."""
+    """Gathers the whole sequence. The backward sums along ``sequence_axis`` first, so that only a
+    part of the sequence is summed along ``axis``."""
     if sequence_axis is None:
         return x
     return lax.all_gather(x, sequence_axis, axis=x.ndim - 2, tiled=True)
