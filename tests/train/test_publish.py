@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_tasks import config, rows
+from tiny_tasks import config
 
 from models import hugging_face
 from models.adapters import merged
@@ -36,11 +36,12 @@ def test_published_weights_are_those_of_their_step(kind, lora, tmp_path, monkeyp
     pipeline = {"schedule": "1f1b-fused"}
     setup = Setup(config("gpt", model=KINDS[kind], lora=lora, publish=settings, pipeline=pipeline))
     monkeypatch.setattr(setup.task, "exported_tokenizer", lambda folder: None)
-    publisher, state, batch = publish.Publisher(setup), setup.init(), rows(setup)
+    publisher, state = publish.Publisher(setup), setup.init()
+    next_step = jax.jit(lambda state: jax.tree.map(lambda w: w + 1, state), donate_argnums=0)
     for step in (2, 4, 6):
         expected = jax.device_get(setup.pipe.unplace(state.params))
         publisher.begin(step, state)
-        state, _ = setup.train_step(state, batch, None)
+        state = next_step(state)
     for number, loss in ((7, np.inf), (8, 1.0)):  # neither of these is published
         params = jax.tree.map(lambda w, loss=loss: w * (np.nan if loss == 1 else 1), state.params)
         publisher.begin(
