@@ -4,6 +4,7 @@ arrays whose ends int32 does not reach."""
 import itertools
 
 import asynchronous_toy
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import optax
 import pytest
 import toys
 from asynchronous_reference import Settings
+from asynchronous_reference import train as reference
 from compilations import refusal
 from covering import some
 
@@ -100,19 +102,17 @@ def test_float64_parameters_train_in_float64(name, schedule, sizes, options):
 
 @pytest.mark.pipeline
 def test_asynchronous_pipelines_train_in_float64_with_weights_of_any_length(monkeypatch):
-    """The same run in float32, of arrays that int32 reaches, differs by rounding alone."""
     settings = Settings(2, 2, "pipemare", "momentum", 6, 0.135, recompute_segment=2)
     start = asynchronous_toy.params(layers=3, differ=True)
     batches = asynchronous_toy.minibatches(4, 4)
-    narrow = asynchronous_toy.pipeline(settings, start)
-    expected, end, _ = asynchronous_toy.train(settings, narrow, start, batches)
+    expected, end, _ = reference(settings, start, batches)
     counting_rows(monkeypatch)
     with jax.enable_x64(True):
         exact = asynchronous_toy.pipeline(settings, wide(start))
         found, last, _ = asynchronous_toy.train(settings, exact, wide(start), wide(batches))
         assert {w.dtype for w in jax.tree.leaves(last)} == {np.dtype("float64")}
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), last, end)
+    np.testing.assert_allclose(found, expected, rtol=1e-7)
+    chex.assert_trees_all_close(last, end, rtol=1e-7, atol=1e-7)
 
 
 def counting_rows(monkeypatch):
