@@ -301,9 +301,3 @@ def test_devices_that_come_too_late_are_refused_with_the_remedy():
 def test_no_device_is_refused():
     with pytest.raises(ValueError, match="num_devices=0 must be at least 1"):
         testing.simulate_devices(0)
-
-
-def test_the_package_does_not_import_its_helpers_for_tests():
-    code = "import sys, jaxpipe; jaxpipe.Pipeline; print('jaxpipe.testing' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
