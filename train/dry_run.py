@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jaxpipe import axes_across_hosts
 from jaxpipe.asynchronous import steady_text
+from jaxpipe.errors import counted
 from jaxpipe.measure import predicted_bytes
 from jaxpipe.schedule import draw, simulate
 from train import pipeline_section
@@ -164,8 +165,8 @@ def show_parameters(console: Console, setup: Setup) -> None:
     )
     say(
         console,
-        f"{sum(counts) + outer:,} parameters: {sum(counts):,} in {len(counts)} layers, {outer:,} "
-        f"in embedding and head. Each device holds {per_device:,} between steps.",
+        f"{sum(counts) + outer:,} parameters: {sum(counts):,} in {counted(len(counts), 'layer')}, "
+        f"{outer:,} in embedding and head. Each device holds {per_device:,} between steps.",
         wraps=True,
     )
     columns = ("stage", "chunk", "layers", "parameters", "share of cost")

@@ -29,7 +29,7 @@ from jaxpipe.runtime.trees import (
 )
 from jaxpipe.runtime.types import Key, Params, Shapes, States, Tree
 from jaxpipe.schedule.actions import GUESTS, Kind, Schedule
-from jaxpipe.schedule.problems import Problem
+from jaxpipe.schedule.problems import Problem, counted
 
 # What a pipeline is built from.
 
@@ -314,9 +314,9 @@ def _layer_numbers(
     if layer_counts is None:
         if depth < virtual_stages:
             yield (
-                f"params['layers'] holds {depth} layers, and schedule {schedule.name!r} has "
-                f"{virtual_stages} virtual stages: each needs a layer. Use fewer stages or chunks, "
-                "or give layer_counts with 0 for those that stay empty."
+                f"params['layers'] holds {counted(depth, 'layer')}, and schedule "
+                f"{schedule.name!r} has {virtual_stages} virtual stages: each needs a layer. Use "
+                "fewer stages or chunks, or give layer_counts with 0 for those that stay empty."
             )
         return
     if not (is_sequence(layer_counts) and all(map(is_number, layer_counts))):

@@ -35,7 +35,7 @@ from jaxpipe.runtime.update import training_step
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Schedule
 from jaxpipe.schedule.check import validate
-from jaxpipe.schedule.problems import ArgumentError, Problem, in_python, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem, counted, in_python, refuse
 
 # Refusals of derivatives.
 _FORWARD_MODE = (
@@ -144,9 +144,9 @@ class Pipeline(Assembly):
         trees = self.canonical_params, self.layout.canonical_shapes()
         total, trained = (sum(w.size for w in jax.tree.leaves(tree)) for tree in trees)
         return (
-            f"Pipeline of {sum(self.table.layer_counts)} layers: schedule {schedule.name!r}, "
-            f"stages={schedule.num_stages}, chunks={schedule.num_chunks}, "
-            f"microbatches={schedule.num_microbatches}\n"
+            f"Pipeline of {counted(sum(self.table.layer_counts), 'layer')}: "
+            f"schedule {schedule.name!r}, stages={schedule.num_stages}, "
+            f"chunks={schedule.num_chunks}, microbatches={schedule.num_microbatches}\n"
             f"  mesh: {mesh}; rows of a batch: a multiple of {self._batch_unit}\n"
             f"  parameters: {total:,}, trained: {trained:,}; zero={options.zero:d}, "
             f"remat={options.remat!r}, weights={options.weights!r}"

@@ -34,7 +34,7 @@ from jaxpipe.schedule.generators.hanayo import hanayo
 from jaxpipe.schedule.generators.v_schedules import one_f_one_b_v, v_half, v_min, v_zb, zb_v
 from jaxpipe.schedule.pacing import of_ticks, soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, in_python, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, counted, in_python, refuse
 from jaxpipe.schedule.search.auto import auto
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.simulate import UNIT, Costs
@@ -353,7 +353,8 @@ def _of_average_chunk(
     """Averages a model's layers for a schedule with a fixed number of chunks."""
     chunks = given["num_stages"] * given.get("num_chunks", entry.default_chunks)
     if len(layer_costs) < chunks:
-        rule = f"{len(layer_costs)} layers cannot fill {chunks} chunks: each needs a layer"
+        layers = counted(len(layer_costs), "layer")
+        rule = f"{layers} cannot fill {chunks} chunks: each needs a layer"
         near = f"Nearest valid: {chunks} layers."
         refuse([Problem("layer_costs", None, rule, schedule=entry.name, note=near)])
     f, b, w = (math.fsum(getattr(c, kind) for c in layer_costs) / chunks for kind in "fbw")
@@ -385,8 +386,8 @@ def _misfits(entry: Entry, given: Mapping[str, Any]) -> list[Problem]:
         readers = ", ".join(other.name for other in entries() if option in other.defaults)
         rule, nearest, note = "the schedule has no such option", None, f"Used by {readers}."
         if option == "num_chunks" and entry.chunks is not None:
-            count_in_words = "1 chunk" if entry.chunks == 1 else f"{entry.chunks} chunks"
-            rule, nearest, note = f"each of its stages holds {count_in_words}", entry.chunks, ""
+            rule = f"each of its stages holds {counted(entry.chunks, 'chunk')}"
+            nearest, note = entry.chunks, ""
         if given[option] != nearest:
             near, of = (nearest,), entry.name
             problems.append(Problem(option, given[option], rule, near, schedule=of, note=note))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpipe.schedule.placement import Placement
-from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.problems import Problem, counted, refuse
 from jaxpipe.schedule.simulate import Costs
 
 _BITS = 30
@@ -116,7 +116,8 @@ def _check(layer_costs: Sequence[float], placement: Placement) -> None:
     problems = []
     num_layers, needed = len(layer_costs), placement.num_virtual_stages
     if num_layers < needed:
-        rule = f"of {num_layers} layers cannot fill {needed} virtual stages: each needs a layer"
+        layers = counted(num_layers, "layer")
+        rule = f"of {layers} cannot fill {needed} virtual stages: each needs a layer"
         problems.append(Problem("layer_costs", None, rule, note=f"Nearest valid: {needed} layers."))
     problems += [
         Problem(f"layer_costs[{layer}]", cost, "must be a finite number above 0")

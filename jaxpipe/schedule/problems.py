@@ -37,6 +37,16 @@ def printable(text: str) -> str:
     return "".join(escaped)
 
 
+def counted(number: int, noun: str) -> str:
+    """Writes a number of things, one or several.
+
+    Example:
+      >>> counted(1, "layer"), counted(1000, "layer")
+      ('1 layer', '1,000 layers')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def in_python(argument: str, value: object) -> str:
     """Writes an argument as a keyword of the function that was called."""
     return argument if value is None else f"{argument}={shown(value)}"

@@ -208,7 +208,7 @@ MISTAKES = [
      "layer_counts=(2, 3) must be 2 numbers, one per virtual stage of schedule '1f1b', that add up "
      "to the 4 layers of params['layers']."),
     (lambda: build(params=with_layers({"w": F32((1, 4))}, PARAMS)),
-     "params['layers'] holds 1 layers, and schedule '1f1b' has 2 virtual stages: each needs a "
+     "params['layers'] holds 1 layer, and schedule '1f1b' has 2 virtual stages: each needs a "
      "layer. Use fewer stages or chunks, or give layer_counts with 0 for those that "
      "stay empty."),
     (lambda: build(layer=lambda w, x, batch, rng, state: x, stateful=True, states=({},) * 3),

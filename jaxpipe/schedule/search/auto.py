@@ -33,7 +33,7 @@ from jaxpipe.schedule.offload import parts_of, within_limit
 from jaxpipe.schedule.pacing import of_ticks, soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
-from jaxpipe.schedule.problems import Problem, refuse
+from jaxpipe.schedule.problems import Problem, counted, refuse
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import search_orders
 from jaxpipe.schedule.search.tick_search import improve_on_devices
@@ -202,7 +202,7 @@ class Search:
         if self._progress is not None:
             p, v = model.placement.num_stages, model.placement.num_chunks
             place = "looped" if v > 1 and model.placement.stages[p] == 0 else "V" if v > 1 else ""
-            self._progress(f"{what}, {v} chunks per stage {place}".rstrip())
+            self._progress(f"{what}, {counted(v, 'chunk')} per stage {place}".rstrip())
 
     def may_gain(self, model: PlacedModel) -> bool:
         """Whether the bound of a placement leaves room for a schedule worth the search."""
@@ -291,7 +291,7 @@ def _models(
     """Lists the model on every placement that it allows; refuses what cannot be searched for."""
     problems = []
     if len(layer_costs) < num_stages:
-        rule = f"{len(layer_costs)} layers cannot fill $num_stages: each needs a layer"
+        rule = f"{counted(len(layer_costs), 'layer')} cannot fill $num_stages: each needs a layer"
         others = {"num_stages": num_stages}
         problems.append(Problem("layer_costs", None, rule, (), others, "auto"))
     if not memory_limit >= 1:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.check import Results
+from jaxpipe.schedule.problems import counted
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight, kind_durations
 
 
@@ -103,7 +104,7 @@ def caption(timeline: Timeline) -> str:
     """
     schedule = timeline.schedule
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    shape = f"{stages} stage{'s' * (stages > 1)}, "
+    shape = f"{counted(stages, 'stage')}, "
     if schedule.num_chunks > 1:
         shape += f"{schedule.num_chunks} chunks each, "
     shape += f"{microbatches} microbatch{'es' * (microbatches > 1)}"
