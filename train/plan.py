@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpipe import Pipeline, make_mesh, schedules
-from jaxpipe.errors import ArgumentError, refuse
+from jaxpipe.errors import ArgumentError, counted, refuse
 from jaxpipe.planning.cost import Prediction, chunk_costs
 from jaxpipe.planning.counting import num_moments, sizes, update_flops
 from jaxpipe.planning.devices import cluster, known
@@ -116,7 +116,7 @@ class Planned:
             "residuals": "host" if plan.on_host.residuals else "device",
             "update": "step",
             "vocabulary": "ends" if plan.ends else "split",
-            "partition": "equal" if plan.equal else "flops",
+            "partition": "flops",
         }
         if self._compute_bytes == 2:
             pipeline["compute_dtype"] = "bfloat16"
@@ -313,9 +313,10 @@ def _of_chunk(costs: Costs) -> dict[str, float]:
 def _in_words(candidate: Prediction) -> str:
     plan, waits = candidate.plan, candidate.seconds["waits"] / candidate.step_seconds
     return (
-        f"{plan.schedule}, {plan.chunks} chunks per stage, {plan.microbatches} microbatches, remat "
-        f"{plan.remat}: {1e3 * candidate.step_seconds:.3g} ms per step predicted, {waits:.0%} of "
-        f"it waiting for other stages, {candidate.device_bytes / 1e9:.3g} GB"
+        f"{plan.schedule}, {counted(plan.chunks, 'chunk')} per stage, {plan.microbatches} "
+        f"microbatches, remat {plan.remat}: {1e3 * candidate.step_seconds:.3g} ms per step "
+        f"predicted, {waits:.0%} of it waiting for other stages, "
+        f"{candidate.device_bytes / 1e9:.3g} GB"
     )
 
 

@@ -149,6 +149,10 @@ def _problems(config: Path | None, sizes: Path | None, out: Path | None) -> list
         problems.append(
             Problem("out", out, "needs $config, which it changes", (), {"config": None})
         )
+    if out is not None and config is not None and out.suffix != config.suffix:
+        rule = f"must end in {config.suffix}: it is written as $config is"
+        nearest = (str(out.with_suffix(config.suffix)),)
+        problems.append(Problem("out", str(out), rule, nearest, {"config": str(config)}))
     return problems
 
 
@@ -284,8 +288,7 @@ def _print_plans(console: Console, title: str, plans: Sequence[Prediction], goal
         shown += [str(p.expert)] * experts
         shown += [p.schedule, str(p.chunks), *([str(p.slices)] * sliced)]
         shown += [f"{p.microbatches} x {p.rows}", p.remat]
-        ends = "ends, equal" if p.equal else "ends" if p.ends else "split"
-        shown += [ends, str(p.zero), str(p.on_host)]
+        shown += ["ends" if p.ends else "split", str(p.zero), str(p.on_host)]
         shown += [written(candidate.step_seconds), written(candidate.range_seconds[1])]
         shown.append(f"{candidate.model_flops_share:.1%}")
         shown.append(written(candidate.device_bytes / 1e9))

@@ -245,7 +245,14 @@ def _others(kind: LayerKind, prime: int) -> Iterator[tuple[int, int]]:
         return jax.ShapeDtypeStruct([round(fewest.elements([n])) for n in leaf.shape], leaf.dtype)
 
     arguments = kind.args, jax.tree.map(fewer, kind.args)
-    traces = (jaxprs.flatten(jax.make_jaxpr(kind.function)(*args)).eqns for args in arguments)
+    traces = [jaxprs.flatten(jax.make_jaxpr(kind.function)(*args)).eqns for args in arguments]
+    ranks = [[[v.aval.ndim for v in eqn.outvars] for eqn in eqns] for eqns in traces]
+    if ranks[0] != ranks[1]:
+        few, many = _ROWS[0], _TIMES * prime
+        raise ValueError(
+            f"Layer {kind.example} runs other equations for {few} rows than for {many}, so that "
+            "its sizes cannot be extended to others: let them not depend on the number of rows."
+        )
     for eqns in zip(*traces, strict=True):
         for variables in zip(*(eqn.outvars for eqn in eqns), strict=True):
             pairs = zip(*(v.aval.shape for v in variables), strict=True)

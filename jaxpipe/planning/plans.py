@@ -26,7 +26,7 @@ from jaxpipe.schedule.lowering.lower import Lowering
 from jaxpipe.schedule.lowering.table import TickTable
 from jaxpipe.schedule.lowering.transfers import MoveOptions, dividing_shares
 from jaxpipe.schedule.partition import partition
-from jaxpipe.schedule.placement import looped
+from jaxpipe.schedule.placement import Placement, looped
 from jaxpipe.schedule.simulate import Costs
 
 MASTER_BYTES = 4
@@ -114,7 +114,6 @@ class Plan(NamedTuple):
       expert: data shards, next to each other, that have some of a layer's experts each.
       ends: whether the stages of the first and the last layer compute embedding and head, or all.
       slices: slices into which the sequences of a microbatch are cut.
-      equal: whether chunks of the ends have as many layers as others.
     """
 
     stage: int
@@ -134,7 +133,6 @@ class Plan(NamedTuple):
     expert: int = 1
     ends: bool = False
     slices: int = 1
-    equal: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -221,15 +219,14 @@ class PlacedPlan:
     @cached_property
     def layers_per_chunk(self) -> int:
         """Layers of the largest chunk, which decides the room of all."""
-        if self.model.num_layers == self.plan.num_chunks:
-            return 1  # whatever the head takes
-        return math.ceil((self.model.num_layers + self.head_layers) / self.plan.num_chunks)
+        placement = looped(self.plan.stage, num_chunks=self.plan.chunks)
+        return max(layer_counts(self.model.num_layers, self.head_layers, placement))
 
     @cached_property
     def head_layers(self) -> float:
         """Counts the layers with the FLOPs of the head, if the last stage computes it beside fewer
         layers; else 0."""
-        if self.plan.equal or not self.plan.ends:
+        if not self.plan.ends:
             return 0.0
         return _head_layers(self.model, self.variant, self.plan.rows)
 
@@ -401,6 +398,12 @@ def _head_layers(model: ModelSizes, variant: Variant, rows: int) -> float:
     return round(of_head / sizes.layer_flops(rows), _DIGITS)
 
 
+@lru_cache(maxsize=2048)
+def layer_counts(layers: int, head_layers: float, placement: Placement) -> tuple[int, ...]:
+    """Splits equal layers into chunks; the last layer stands for so many more, as the head does."""
+    return partition([1.0] * (layers - 1) + [1.0 + head_layers], placement)
+
+
 # Tick tables of plans, each lowered once for all plans that share it.
 
 
@@ -469,7 +472,7 @@ def _lowering_of(p: Program) -> Lowering:
         slices=p.slices if p.slices > 1 else None,
         costs=p.costs,
     )
-    counts = partition([1.0] * (p.layers - 1) + [1.0 + p.head_layers], order.placement)
+    counts = layer_counts(p.layers, p.head_layers, order.placement)
     return Lowering(order, counts, together=p.together)
 
 
@@ -598,7 +601,7 @@ def _room(model: ModelSizes, variant: Variant, stages: int, chunks: int, slots: 
     shape."""
     sizes = model.variants[variant]
     placement = looped(stages, num_chunks=chunks)
-    counts = partition([1.0] * model.num_layers, placement)
+    counts = layer_counts(model.num_layers, 0.0, placement)
     ends = itertools.accumulate(counts)
     of_chunks = [sizes.kind_of[end - count : end] for end, count in zip(ends, counts, strict=True)]
     at_once = [

@@ -172,10 +172,6 @@ def search(
         return goal.value(prediction.measures), prediction.measures.memory
 
     first, _ = _finalists(screened, value, finalists)
-    # Seldom the fastest, so that those beside finalists are enough.
-    equal = ((one.placed, one.plan._replace(ends=True, equal=True)) for one in first)
-    equal_ends = (dataclasses.replace(on, plan=plan) for on, plan in equal if plan.stage > 1)
-    screened += filter(None, (evaluated(one, goal, Counter()) for one in equal_ends))
     considered = len(screened) + excluded.total()
 
     def best_of(kind: Callable[[Plan], bool]) -> Prediction | None:

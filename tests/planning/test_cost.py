@@ -231,6 +231,30 @@ def test_slices_have_the_flops_of_their_sequence():
     assert cut.carry.at(2) == 2 * 2 * keys * 2  # rows, keys and values, bytes
 
 
+def test_layers_whose_equations_depend_on_the_rows_are_refused():
+    def layer(w, x, batch, rng):
+        return jnp.tanh(x @ w) if len(x) > 2 else x @ w
+
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"] @ outer["embed"],
+        layer=layer,
+        head_loss=lambda outer, x, batch, rng: jnp.mean((x @ outer["head"]) ** 2),
+    )
+    square = jax.ShapeDtypeStruct((6, 6), jnp.float32)
+    layers = jax.ShapeDtypeStruct((2, 6, 6), jnp.float32)
+    params = {"embed": square, "layers": layers, "head": square}
+    pipe = jaxpipe.Pipeline(
+        model, params, schedule=jaxpipe.schedules.build("1f1b", stages=1, microbatches=2),
+        mesh=jaxpipe.make_mesh(stage=1),
+    )  # fmt: skip
+
+    def rows(count):
+        return {"x": jax.ShapeDtypeStruct((count, 6), jnp.float32)}
+
+    with pytest.raises(ValueError, match="Layer 0 runs other equations for 2 rows than for"):
+        counting.sizes(pipe, rows, compute_bytes=4, remats=("none",))
+
+
 BREADTH_FIRST = {"schedule": "breadth-first-fused", "chunks": 2, "weight_slots": 2, "zero": Zero(3)}
 UNROLLED = {"weights": "unrolled", "chunks": 2}
 CASES = [

@@ -177,17 +177,15 @@ def test_with_fewer_stages_a_step_is_a_little_shorter():
         assert cost.least_seconds(placed) < cost.coarse_seconds(placed)[0] <= whole * (1 + 1e-9)
 
 
-def test_the_ends_may_have_as_many_layers_as_others_where_that_is_better():
-    """A head of one layer would make the largest of eight chunks larger by one of two layers."""
-    model, goal = synthetic(NONE, layers=16, width=1024), Goal(None, (64,))
-    cluster = devices.cluster("h100", 4, link="nvlink:1,ib:400")
-    found = search.search(model, [cluster], goal).best
-    beside_equal = [one for one in found if one.plan.equal]
-    assert beside_equal
-    for one, ends in itertools.product(beside_equal, (False, True)):
-        other = PlacedPlan(one.plan._replace(ends=ends, equal=False), model, cluster)
-        parts = search.predicted(other, goal)
-        assert (one.measures.time, one.device_bytes) < (parts.measures.time, parts.device_bytes)
+def test_chunks_with_the_head_have_the_layers_of_their_partition():
+    """A head of a third of a layer makes none of several equal chunks larger."""
+    model, cluster = synthetic(NONE, layers=16, width=1024), devices.cluster("h100", 4)
+    families = plans.families(model, cluster, (64,), Counter())
+    at_ends = {one.plan.num_chunks: one for family in families for one in family if one.plan.ends}
+    for num_chunks, one in at_ends.items():
+        program = cost.program_of(one, published=True)
+        assert one.layers_per_chunk == max(plans.lowering_of(program).layer_counts)
+        assert one.layers_per_chunk == 16 // num_chunks < 16 / num_chunks + one.head_layers
 
 
 def test_compiled_memory_replaces_what_was_predicted(model):
@@ -387,6 +385,7 @@ ON_DEVICES = ["plan", "--devices", "4", "--device", "h100"]
         (["--on-host", "weights"], "--on-host weights has weights, which cannot lie there"),
         (ON_DEVICES, "--config or --sizes must be given"),
         ([*ON_DEVICES, "--sizes", "x", "--out", "y"], "--out y needs --config"),
+        ([*ON_DEVICES, "--config", "x.yaml", "--out", "y.json"], "--out y.json must end in .yaml"),
         (
             [*ON_DEVICES, "--sizes", "x", "--critical-batch", "1e6"],
             "--critical-batch 1000000.0 decides how",
