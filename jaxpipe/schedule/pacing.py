@@ -15,7 +15,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from jaxpipe.schedule.actions import Action, Kind, Schedule, may_share_tick
 from jaxpipe.schedule.check import Results
@@ -54,7 +54,7 @@ def soonest_on_devices(
             best = best or schedule
             continue
         paces = [
-            (replayed(units, pace).end, max(pace), units, pace)
+            (end_of(units, pace), max(pace), units, pace)
             for units in (alone, *alone.sharing(costs))
             for pace in units.paces()
         ]
@@ -89,32 +89,11 @@ class Work(Protocol):
     rendezvous: bool
 
 
-class Replay(NamedTuple):
-    """A run on the device clock.
-
-    Args:
-      done: when each stage is done.
-      times: when each stage starts each tick, when its actions are done, and when it also has the
-        late messages, by tick.
-      prompt: pairs of stages between which messages end each tick.
-      late: pairs of stages that have late messages.
-    """
-
-    done: list[float]
-    times: list[tuple[list[float], list[float], list[float]]]
-    prompt: list[set[tuple[int, int]]]
-    late: set[tuple[int, int]]
-
-    @property
-    def end(self) -> float:
-        return max(self.done)
-
-
-def replayed(work: Work, ticks: Sequence[int]) -> Replay:
-    """Runs work in these ticks on the device clock, as `jaxpipe.schedule.device_clock.replay`
-    does."""
+def end_of(work: Work, ticks: Sequence[int]) -> float:
+    """Computes when work in these ticks ends on the device clock, as
+    `jaxpipe.schedule.device_clock.replay` does."""
     stages, durations, senders, waits = work.stages, work.durations, work.senders, work.rendezvous
-    now, times = [0.0] * (max(stages) + 1), []
+    now = [0.0] * (max(stages) + 1)
     rows = [now.copy() for _ in range(max(ticks) + 1)]
     prompt: list[set[tuple[int, int]]] = [set() for _ in rows]
     late: set[tuple[int, int]] = set()
@@ -126,9 +105,8 @@ def replayed(work: Work, ticks: Sequence[int]) -> Replay:
     for row, pairs in zip(rows, prompt, strict=True):
         ends = [*map(operator.add, now, row)]
         come = received(ends, now, late, work.message, rendezvous=waits)
-        times.append((now, ends, come))
         now = received(come, come, pairs, work.message, rendezvous=waits) if pairs else come
-    return Replay(now, times, prompt, late)
+    return max(now)
 
 
 class _Units:

@@ -35,8 +35,8 @@ from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, counted, refuse
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
-from jaxpipe.schedule.search.order_search import search_orders
-from jaxpipe.schedule.search.tick_search import improve_on_devices
+from jaxpipe.schedule.search.order_search import rules, search_orders
+from jaxpipe.schedule.search.tick_search import improve_on_devices, read_promptly
 from jaxpipe.schedule.simulate import UNIT, Costs, Timeline, makespan
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
@@ -49,18 +49,22 @@ _SEARCHED_CHUNKS = 2
 _SECONDS = 2.0
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
-_PUBLISHED, _PACED = 8.0, 40.0
+_PUBLISHED, _PACED, _PROMPT = 8.0, 40.0, 20.0
 _MOVED, _REORDER, _REORDER_V = 60.0, 250.0, 400.0
-"""Microseconds per action: to make and time a schedule, to pace it, to choose what waits on the
-host, to order it anew with `in_time`, and to order a V schedule or a wave anew."""
+"""Microseconds per action: to make and time a schedule, to pace it, to find ticks in which all
+messages are prompt, to choose what waits on the host, to order a schedule anew with `in_time`, and
+to order a V schedule or a wave anew."""
 _TRIALS = 40
 """Schedules that the search for a building block may time: about the price of a V schedule."""
-_ORDERING_SHARE = 0.4
+_ORDERING_SHARE = 0.15
 """Largest share of the time left that reordering the schedules of a placement may take."""
-_SEARCHING_SHARE = 0.5
-"""Share of the time left in which orders are searched on a placement."""
-_NUM_IMPROVED = 2
-"""Schedules whose orders and ticks are changed, in half of the rest; then the best of them."""
+_BEST_SHARE, _SEARCHING_SHARE = 0.45, 0.2
+"""Shares of the time left in which orders are searched: on the best placement so far, unless late
+messages take longer than an action, and on others."""
+_NUM_FUSED = 12
+"""Rules for orders with fused backwards."""
+_ROUNDS = (8, 0.3), (3, 0.4), (1, 1.0)
+"""Numbers of best schedules whose orders and ticks are changed, and shares of the time left."""
 _LEAST_SECONDS = 0.05
 """Orders are not searched in less time."""
 _GAIN = 0.005
@@ -245,15 +249,24 @@ class Search:
                 break
             self.microseconds -= _PACED * model.num_actions
             self._take(model, *soonest_on_devices([schedule], model.costs))
+            if model.num_slices == 1 and not model.parts:
+                self.microseconds -= _PROMPT * model.num_actions
+                if (prompt := read_promptly(schedule, model.costs)) is not None:
+                    self._take(model, *prompt)
         return [schedule for *_, schedule in timed]
 
     def improve(self) -> None:
         """Changes orders and ticks of the best schedules, and then of the best of these, in the
         time that is left."""
-        for num_starts, share in ((_NUM_IMPROVED, 0.5), (1, 1.0)):
-            fits = (one for one in self._paced if max(peak_in_flight(one[2])) <= one[1].cap)
-            starts = sorted(fits, key=operator.itemgetter(0))[:num_starts]
-            if self.microseconds <= 0 or not starts or not self.may_gain(self.model):
+        for num_starts, share in _ROUNDS:
+            # Those that end at the same time mostly are the same.
+            distinct = {
+                (end, model): (end, model, schedule)
+                for end, model, schedule in reversed(self._paced)
+                if max(peak_in_flight(schedule)) <= model.cap and self.may_gain(model)
+            }
+            starts = sorted(distinct.values(), key=operator.itemgetter(0))[:num_starts]
+            if self.microseconds <= 0 or not starts:
                 return
             microseconds = share * self.microseconds / len(starts)
             for _, model, schedule in starts:
@@ -361,7 +374,12 @@ def _offer_searched(
     few = (model for model in models if model.placement.num_chunks <= _SEARCHED_CHUNKS)
     candidates = [*filter(search.may_gain, dict.fromkeys([search.model, *few]))]
     for model in candidates:
-        seconds = 1e-6 * _SEARCHING_SHARE * search.microseconds
+        kinds = dict.fromkeys((model.costs, tuple(map(of_ticks, model.costs))))
+        if len(kinds) > 1:
+            search.offer(model, _fused(model))
+        longest = model is candidates[0] and len(kinds) == 1
+        share = _BEST_SHARE if longest else _SEARCHING_SHARE
+        seconds = 1e-6 * share * search.microseconds
         if not search.may_gain(model) or seconds < _LEAST_SECONDS:
             continue
         search.say("searching orders", model)
@@ -370,7 +388,6 @@ def _offer_searched(
         seeds = [one for one in found if max(peak_in_flight(one)) <= model.cap]
         if not seeds:
             continue
-        kinds = dict.fromkeys((model.costs, tuple(map(of_ticks, model.costs))))
         for costs in kinds:
             orders = search_orders(
                 model.placement,
@@ -435,6 +452,14 @@ def _made_anew(model: PlacedModel) -> Iterator[Schedule]:
     for costs in dict.fromkeys((model.chunk, of_ticks(model.chunk))):
         if costs != UNIT:
             yield from _named(model, costs)
+
+
+def _fused(model: PlacedModel) -> Iterator[Schedule]:
+    """Yields orders with fused backwards for ticks as long as a late message, which a W alone would
+    not fill."""
+    costs, place, m = [*map(of_ticks, model.costs)], model.placement, model.num_microbatches
+    for rule in rules(place)[:_NUM_FUSED]:
+        yield Schedule("auto", place, m, dispatch(place, m, costs, model.cap, rule, fused=True))
 
 
 def lower_bound(

@@ -123,7 +123,7 @@ def _by_rules(
 
     found = dict[float, tuple[float, Rule, Schedule]]()
     affordable = max(1, int(microseconds * _RULE_SHARE / (_ORDERED * size)))
-    for rule in _rules(placement)[:affordable]:
+    for rule in rules(placement)[:affordable]:
         schedule = ordered(rule, trial)
         time = makespan(schedule, costs)
         found.setdefault(time, (time, rule, schedule))
@@ -147,10 +147,10 @@ def _by_repeating(
     """Yields improved orders of few microbatches, with what they do for one of them repeated."""
     few = -(-cap // placement.num_chunks) + _STEADY
     size = 3 * placement.num_virtual_stages * few
-    rules = _rules(placement)[: int(microseconds / 2 / (_ORDERED * size))]
-    if few >= num_microbatches or not rules:
+    affordable = rules(placement)[: int(microseconds / 2 / (_ORDERED * size))]
+    if few >= num_microbatches or not affordable:
         return
-    made = {dispatch(placement, few, costs, cap, rule) for rule in rules}
+    made = {dispatch(placement, few, costs, cap, rule) for rule in affordable}
     tried = [Schedule("auto", placement, few, orders) for orders in made]
     moves = min(_MOST_MOVES, int(microseconds / 2 / (_MOVED * size * _NUM_REPEATED)))
     for schedule in sorted(tried, key=lambda s: (makespan(s, costs), s.orders))[:_NUM_REPEATED]:
@@ -199,7 +199,7 @@ def _numbered(order: Iterable[Action]) -> tuple[Action, ...]:
     return tuple(numbered)
 
 
-def _rules(placement: Placement) -> list[Rule]:
+def rules(placement: Placement) -> list[Rule]:
     """Lists rules, first those whose numbers are all among the best; a pace matters least."""
     pairs = [pair for pair in _FREES_RESERVES if placement.num_chunks > 1 or not pair[1]]
     ranked = [

@@ -1,34 +1,54 @@
 """The search for orders and ticks that end early on the device clock, under a memory limit.
 
 The order that ends first on the free-running clock may wait for late messages, and one that ends
-later may not. So this search changes all at once: an action moves to another place in its order,
-skips ticks, or, if it is a W, shares the tick of the action before. A change that delays the end
-is undone. Most changes are of actions on the longest chain, since only they can shorten it.
+later may not. So this search changes all at once: an action moves to another place in its order or
+to another tick, or a W shares the tick of the action before. What follows moves on where it must,
+and a prompt message mostly stays prompt. A change that delays the end is undone. Most changes are
+of actions on the longest chain, since only they can shorten it. If nothing has ended sooner for
+long, a few changes may delay the end, and without success the search goes back to the best.
+
+Most changes move few actions. Times before the first of their ticks stay as they are, and so does
+the time from the last of them to the end: only the ticks between are run anew.
 """
 
-import bisect
 import dataclasses
-import itertools
+import math
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from jaxpipe.schedule.actions import Schedule, may_share_tick, split_action, split_backwards
-from jaxpipe.schedule.pacing import Replay, replayed
+from jaxpipe.schedule.actions import Schedule, split_action, split_backwards
+from jaxpipe.schedule.device_clock import received
 from jaxpipe.schedule.search.order_search import NumberedActions
 from jaxpipe.schedule.simulate import Costs, ticks
 
-_ON_CHAIN, _MOVES, _SKIPS = 0.8, 0.5, 0.3
-"""Shares of changes to actions of the longest chain, and of changes that move an action and that
-skip ticks; the others let a W share a tick."""
-_FARTHEST = 6
-"""Places that an action moves at most."""
-_SKIPPED = (0, 0, 0, 1, 2)
-"""Ticks that are skipped before an action."""
-_CHOSEN, _RUN = 4.0, 1.0
-"""Microseconds that it takes to choose a change, and per action to run all in ticks."""
+_ON_CHAIN, _DRAWS = 0.8, 8
+"""Share of changes to actions of the longest chain, and how many are drawn to find one."""
+_MOVES, _SHIFTS = 0.5, 0.3
+"""Shares of changes that move an action in its order and to another tick; the others let a W share
+a tick."""
+_FARTHEST, _MOST_TICKS = 6, 2
+"""Places, and ticks, that an action moves at most."""
+_KEEPS = 0.7
+"""Share of changes after which messages that were prompt are prompt."""
+_PROMPT, _PROMPT_ACTIONS = 0.1, 8
+"""Largest share of moves after which all messages are made prompt, and how many actions that takes
+per move."""
+_MOST_FOLLOW = 60
+"""A change after which more actions move is undone: few of these help, and all take long."""
+_STALLED, _KICKS, _KICKED = 1200, 12, 0.1
+"""Changes without a better schedule after which the end may be later by this share, and the most
+changes for which it may."""
+_CHOSEN, _FOLLOWED, _RUN, _MADE_PROMPT = 11.0, 0.55, 0.14, 4.0
+"""Microseconds that it takes to choose a change, per action that moves with it, per stage and pair
+with late messages to run a tick, and per action to make all messages prompt."""
 _NONE = -1
-"""No tick yet."""
+"""The tick before the first, and no action or tick."""
+_BITS = 44
+"""Times are multiples of the work's share of two to this power, so that sums are exact."""
 _ROUNDING = 1e-9
+
+_Edges = Sequence[tuple[int, int]]
 
 
 def improve_on_devices(
@@ -46,160 +66,403 @@ def improve_on_devices(
       The schedule, with its ticks, and when it ends.
     """
     search = _TickSearch(schedule, costs, cap)
-    end, ran = search.best(bound, seconds)
-    rows = tuple(tuple(ran[number] for number in row) for row in search.rows)
-    orders = search.orders(search.rows)
-    return dataclasses.replace(schedule, orders=orders, ticks=rows, peak_in_flight=None), end
+    search.improve(bound, seconds)
+    return search.found(schedule), search.end
+
+
+def read_promptly(schedule: Schedule, costs: Sequence[Costs]) -> tuple[Schedule, float] | None:
+    """Finds ticks of an order, split, in which every message is read in the tick after it was sent.
+
+    Then no message is late, and no stage waits for a message before it reads it, as on the
+    free-running clock. Some W share ticks if there are no such ticks otherwise, which delays what
+    is sent.
+
+    Returns:
+      The schedule, and when it ends on the device clock; None if there are no such ticks.
+    """
+    search = _TickSearch(schedule, costs, cap=0)
+    return (search.found(schedule), search.end) if search.make_prompt() else None
 
 
 class _TickSearch(NumberedActions):
-    """Orders, and how actions follow from them in ticks.
+    """Orders, and the ticks in which actions run.
+
+    The order of a stage is a ring: its head, whose number is after those of all actions, stands
+    before its first action and after its last. It is in tick `_NONE`, and stands for no action.
 
     Attributes:
-      skips: ticks that the stage of an action skips before it, beyond those in which it cannot run.
-      shares: whether an action runs in the tick of the one before, if it may.
+      before, after: neighbors in the order.
+      loads: chunks in flight after an action.
+      shares: whether a W runs in the tick of the action before it, if it may.
+      senders, readers: actions of another stage whose result an action reads, and that read its.
+      work: time that every stage works, by tick.
+      prompt: pairs of stages between which messages end each tick.
+      late: how many late messages each pair of stages has.
+      sent: the tick whose end awaits the message that an action reads; `_NONE` if it is late.
+      starts, tails: when every stage starts each tick, and the time from then to the end.
+      end, best_end: when this schedule ends, and the best so far.
+      limit: a change that ends later is undone.
     """
 
     def __init__(self, schedule: Schedule, costs: Sequence[Costs], cap: int) -> None:
         super().__init__(split_backwards(schedule), costs)
         self.cap = cap
-        self.message = max(cost.message for cost in costs)
+        size, num_stages = len(self.actions), len(self.rows)
         self.rendezvous = any(cost.rendezvous for cost in costs)
-        self.senders = [
-            [other for other, _ in inputs if self.stages[other] != self.stages[number]]
-            for number, inputs in enumerate(self.inputs)
-        ]
-        self.skips, self.shares = [0] * len(self.actions), [False] * len(self.actions)
-        # `random` is the same on every Python since 3.2; `randrange` is not.
-        self.random = random.Random(0).random
+        message = max(cost.message for cost in costs)
+        whole = math.fsum(self.durations) + size * message
+        unit = math.ldexp(1.0, math.frexp(whole)[1] - _BITS)
+        self.durations = [round(duration / unit) * unit for duration in self.durations]
+        self.message = round(message / unit) * unit
+        self.senders, self.readers = [size] * size, [size] * size
+        for number, inputs in enumerate(self.inputs):
+            for other, _ in inputs:
+                if self.stages[other] != self.stages[number]:
+                    self.senders[number], self.readers[other] = other, number
+        self.first_w = 2 * size // 3
+        self.chunks = [action.virtual_stage for action in self.actions]
+        self.before, self.after = [_NONE] * (size + num_stages), [_NONE] * (size + num_stages)
+        self.loads, self.shares = [0] * (size + num_stages), [False] * size
         given = {
             self.numbers[part]: tick
             for order, row in zip(schedule.orders, ticks(schedule), strict=True)
             for action, tick in zip(order, row, strict=True)
             for part in split_action(action)
         }
-        for row in self.rows:
-            last = _NONE
+        self.ticks = [given[number] for number in range(size)] + [_NONE] * num_stages
+        for stage, row in enumerate(self.rows):
+            last = head = size + stage
             for number in row:
-                self.shares[number] = given[number] == last
-                earliest = max([last, *(given[sender] for sender in self.senders[number])]) + 1
-                self.skips[number] = max(0, given[number] - earliest)
-                last = given[number]
+                self.before[number], self.after[last] = last, number
+                self.loads[number] = self.loads[last] + self.held[number]
+                self.shares[number] = self.ticks[number] == self.ticks[last]
+                last = number
+            self.before[head], self.after[last] = last, head
+        length = max(self.ticks) + 1
+        self.work = [[0.0] * num_stages for _ in range(length)]
+        self.prompt: list[list[tuple[int, int]]] = [[] for _ in range(length)]
+        self.late: dict[tuple[int, int], int] = {}
+        self.sent = [_NONE] * size
+        self.starts, self.tails = [[0.0] * num_stages], [[0.0] * num_stages]
+        self.left, self.since = 0.0, 0
+        for number in range(size):
+            self.work[self.ticks[number]][self.stages[number]] += self.durations[number]
+            if self.senders[number] < size:
+                pair = self.stages[self.senders[number]], self.stages[number]
+                self.late[pair] = self.late.get(pair, 0) + 1
+        self.end = self.best_end = self.limit = math.inf
+        self._put(dict(enumerate(self.ticks[:size])))
+        self._ends_in_time({}, anew=True)
+        # `random` is the same on every Python since 3.2; `randrange` is not.
+        self.random = random.Random(0).random
 
-    def best(self, bound: float, seconds: float) -> tuple[float, list[int]]:
-        """The end of the best schedule, and the tick of every action; its orders are in `rows`."""
-        ran = self._ticks()
-        replay = replayed(self, ran)
-        chain = self._longest_chain(replay)
-        left = 1e6 * seconds
-        while left > 0 and replay.end > bound * (1 + _ROUNDING):
-            number = self._chosen(chain, ran)
-            stage = self.stages[number]
-            before = self.rows[stage][:], self.skips[number], self.shares[number]
-            left -= _CHOSEN
-            if self._change(number):
-                left -= _RUN * len(self.actions)
-                later = self._ticks()
-                if _NONE not in later:
-                    after = replayed(self, later)
-                    if after.end <= replay.end * (1 + _ROUNDING):
-                        ran, replay, chain = later, after, self._longest_chain(after)
-                        continue
-            self.rows[stage], self.skips[number], self.shares[number] = before
-        return replay.end, ran
+    def improve(self, bound: float, seconds: float) -> None:
+        """Changes the schedule for the better."""
+        self.left, kicks = 1e6 * seconds, 0
+        prompt = min(_PROMPT, _PROMPT_ACTIONS / len(self.actions))
+        while self.left > 0 and self.best_end > bound * (1 + _ROUNDING):
+            self.left -= _CHOSEN
+            self.since, kicks = self.since + 1, kicks - 1
+            if self.since > _STALLED:
+                self._go_back()
+                self.since, kicks = 0, 2 + self._below(_KICKS)
+            self.limit = self.end * (1 + (_KICKED if kicks > 0 else _ROUNDING))
+            number, kind = self._chosen(), self.random()
+            if kind < _MOVES:
+                places = self._below(2 * _FARTHEST + 1) - _FARTHEST
+                if moved := self._move(number, places):
+                    if self.random() < prompt:
+                        improved = self.make_prompt()
+                    else:
+                        improved = self._try(moved, self._in_turn_ticks(moved))
+                    if not improved:
+                        self._move(number, -places)
+            elif kind < _MOVES + _SHIFTS or number < self.first_w:
+                tick = self.ticks[number] + self._below(2 * _MOST_TICKS + 1) - _MOST_TICKS
+                given, self.ticks[number] = {number: self.ticks[number]}, max(0, tick)
+                self._try([number], given)
+            elif self._may_share(number):
+                self.shares[number] ^= True
+                if not self._try([number], {}):
+                    self.shares[number] ^= True
+        self._go_back()
+
+    def found(self, schedule: Schedule) -> Schedule:
+        """Returns a schedule in these orders and ticks."""
+        rows = list[list[int]]()
+        for head in range(len(self.actions), len(self.after)):
+            rows.append([])
+            number = self.after[head]
+            while number != head:
+                rows[-1].append(number)
+                number = self.after[number]
+        in_ticks = tuple(tuple(self.ticks[number] for number in row) for row in rows)
+        orders = self.orders(rows)
+        return dataclasses.replace(schedule, orders=orders, ticks=in_ticks, peak_in_flight=None)
+
+    # Changes.
 
     def _below(self, number: int) -> int:
         return int(self.random() * number)
 
-    def _chosen(self, chain: Sequence[tuple[int, int]], ran: Sequence[int]) -> int:
-        """Chooses an action to change: mostly the last one of a stage up to a tick of the chain."""
-        if self.random() < _ON_CHAIN:
-            stage, tick = chain[self._below(len(chain))]
-            place = bisect.bisect_right(self.rows[stage], tick, key=ran.__getitem__) - 1
-            return self.rows[stage][max(0, place)]
-        return self._below(len(self.actions))
+    def _chosen(self) -> int:
+        """Chooses an action to change, mostly one on the longest chain."""
+        number, latest = 0, self.end * (1 - _ROUNDING)
+        for _ in range(_DRAWS if self.random() < _ON_CHAIN else 1):
+            number = self._below(len(self.actions))
+            tick, stage = self.ticks[number], self.stages[number]
+            if self.starts[tick][stage] + self.tails[tick][stage] >= latest:
+                break
+        return number
 
-    def _change(self, number: int) -> bool:
-        """Changes how an action runs, at random; says whether that is allowed."""
-        kind = self.random()
-        if kind < _MOVES:
-            return self._move(number, self._below(2 * _FARTHEST + 1) - _FARTHEST)
-        if kind < _MOVES + _SKIPS:
-            skipped = _SKIPPED[self._below(len(_SKIPPED))]
-            changed, self.skips[number] = skipped != self.skips[number], skipped
-            return changed
-        self.shares[number] = not self.shares[number]
-        row = self.rows[self.stages[number]]
-        place = row.index(number)
-        return place > 0 and self._may_share(row[place - 1], number)
+    def _move(self, number: int, places: int) -> list[int]:
+        """Moves an action so many places on; lists those that it passed and itself in their new
+        order, and what follows them. The list is empty, and nothing moves, if it may not."""
+        size, held, loads, later = len(self.actions), self.held[number], self.loads, places > 0
+        step, change = (self.after, -held) if later else (self.before, held)
+        passed, other = list[int](), number
+        for _ in range(abs(places)):
+            other = step[other]
+            if other >= size or loads[other] + change > self.cap:
+                return []
+            if self.in_turn(*((number, other) if later else (other, number))):
+                return []
+            passed.append(other)
+        previous = other if later else self.before[other]
+        if not passed or loads[previous] + (change if later else 0) + held > self.cap:
+            return []
+        for other in passed:
+            loads[other] += change
+        loads[number] = loads[previous] + held
+        before, after = self.before[number], self.after[number]
+        self.after[before], self.before[after] = after, before
+        follower = self.after[previous]
+        self.after[previous] = self.before[follower] = number
+        self.before[number], self.after[number] = previous, follower
+        return [*passed, number, follower] if later else [number, *reversed(passed), after]
 
-    def _move(self, number: int, places: int) -> bool:
-        """Moves an action so many places on."""
-        row = self.rows[self.stages[number]]
-        place = row.index(number)
-        to = place + places
-        if not 0 <= to < len(row) or to == place:
+    def _in_turn_ticks(self, moved: Sequence[int]) -> dict[int, int]:
+        """Gives actions that changed places, all but the last of these, their ticks in turn;
+        returns those before."""
+        given = {number: self.ticks[number] for number in moved[:-1]}
+        for number, tick in zip(given, sorted(given.values()), strict=True):
+            self.ticks[number] = tick
+        return given
+
+    def _may_share(self, number: int) -> bool:
+        """Whether an action is a W that may share the tick of the one before."""
+        other = self.before[number]
+        return other < self.first_w <= number and self.chunks[other] == self.chunks[number]
+
+    def _try(self, changed: Sequence[int], given: dict[int, int]) -> bool:
+        """Runs the schedule after a change of these actions, whose ticks were given; says whether
+        it ends in time. If not, all ticks are as before."""
+        follows = self._follow(changed, given)
+        if follows and self._ends_in_time(given, anew=self._put(given)):
+            return True
+        self._undo(given, put=follows)
+        return False
+
+    def _undo(self, given: Mapping[int, int], *, put: bool) -> None:
+        """Gives actions back their ticks, and their work and messages if these were put there."""
+        taken = {number: self.ticks[number] for number in given}
+        for number, tick in given.items():
+            self.ticks[number] = tick
+        if put:
+            self._put(taken)
+
+    def _follow(self, changed: Sequence[int], given: dict[int, int]) -> bool:
+        """Moves actions on until each runs after those that it follows, and adds their ticks to
+        those given; says whether these are few."""
+        ticks, before, after = self.ticks, self.before, self.after
+        senders, readers, shares, sent = self.senders, self.readers, self.shares, self.sent
+        size, queue, keeps = len(shares), [*given], self.random() < _KEEPS
+
+        def put(number: int, tick: int) -> None:
+            given.setdefault(number, ticks[number])
+            ticks[number] = tick
+            queue.append(number)
+
+        for number in changed:
+            if number < size:
+                tick = ticks[before[number]]
+                if not (shares[number] and self._may_share(number)):
+                    tick = max(tick + 1, ticks[senders[number]] + 1, ticks[number])
+                if tick != ticks[number]:
+                    put(number, tick)
+        # The list grows on the way.
+        for number in queue:
+            tick, other, reader = ticks[number], after[number], readers[number]
+            if other < size:
+                if shares[other] and self._may_share(other):
+                    if ticks[other] != tick:
+                        put(other, tick)
+                elif ticks[other] <= tick:
+                    put(other, tick + 1)
+            if reader < size and ticks[reader] <= tick:
+                put(reader, tick + 1)
+            if keeps and sent[number] != _NONE and ticks[senders[number]] < tick - 1:
+                put(senders[number], tick - 1)
+            if len(queue) > _MOST_FOLLOW:
+                break
+        self.left -= _FOLLOWED * len(queue)
+        return len(queue) <= _MOST_FOLLOW
+
+    def make_prompt(self) -> bool:
+        """Moves actions to ticks in which every message is prompt; some W share ticks if there are
+        none otherwise. Says whether there are such ticks in which the schedule ends in time. If
+        not, all is as before."""
+        size, before, after = len(self.actions), self.before, self.after
+        senders, readers, shares = self.senders, self.readers, [False] * size
+        ticks, causes, queue = [0] * size, [_NONE] * size, [*range(size)]
+        self.left -= _MADE_PROMPT * size
+        # The list grows on the way.
+        for step, number in enumerate(queue):
+            tick, other = ticks[number], after[number]
+            joins = other < size and shares[other]
+            later = [(other, tick if joins else tick + 1), (readers[number], tick + 1)]
+            later.append((senders[number], tick - 1))
+            if shares[number]:
+                later.append((before[number], tick))
+            for other, least in later:
+                if other < size and ticks[other] < least:
+                    ticks[other], causes[other] = least, number
+                    queue.append(other)
+            if step % size == size - 1:
+                for cycle in self._cycles(causes):
+                    alone = (n for n in cycle if not shares[n] and before[n] in cycle)
+                    if (first := min(filter(self._may_share, alone), default=_NONE)) == _NONE:
+                        return False
+                    shares[first] = True
+                    for number in cycle:
+                        causes[number] = _NONE
+        given, shared = dict(enumerate(self.ticks[:size])), self.shares
+        self.ticks[:size], self.shares = ticks, shares
+        self._put(given)
+        if not self._ends_in_time(given, anew=True):
+            self.shares = shared
+            self._undo(given, put=True)
             return False
-        passed = row[place + 1 : to + 1] or row[to:place]
-        pairs = ((number, other) if to > place else (other, number) for other in passed)
-        if any(self.in_turn(*pair) for pair in pairs):
-            return False
-        row.insert(to, row.pop(place))
-        return max(itertools.accumulate(self.held[number] for number in row)) <= self.cap
+        return True
 
-    def _may_share(self, first: int, second: int) -> bool:
-        return may_share_tick((self.actions[first], self.actions[second]))
+    def _cycles(self, causes: Sequence[int]) -> Iterator[list[int]]:
+        """Yields actions that move each other on for ever, given which one moved each."""
+        seen = [_NONE] * len(causes)
+        for first in range(len(causes)):
+            number = first
+            while number != _NONE and seen[number] == _NONE:
+                seen[number] = first
+                number = causes[number]
+            if number != _NONE and seen[number] == first:
+                cycle = [number]
+                while causes[cycle[-1]] != number:
+                    cycle.append(causes[cycle[-1]])
+                yield cycle
 
-    def _ticks(self) -> list[int]:
-        """Computes the ticks in which actions run; `_NONE` for those that wait for each other."""
-        ran, senders, skips = [_NONE] * len(self.actions), self.senders, self.skips
-        places, lasts = [0] * len(self.rows), [_NONE] * len(self.rows)
-        waiting = True
-        while waiting:
-            waiting = False
-            for stage, row in enumerate(self.rows):
-                place, last = places[stage], lasts[stage]
-                for number in itertools.islice(row, place, None):
-                    tick = last + 1
-                    for sender in senders[number]:
-                        if ran[sender] == _NONE:
-                            break
-                        tick = max(tick, ran[sender] + 1)
+    def _save(self) -> None:
+        """Copies what makes the best schedule so far."""
+        orders = self.before[:], self.after[:], self.loads[:]
+        self.best = self.ticks[:], *orders, self.shares[:]
+
+    def _go_back(self) -> None:
+        """Returns to the best schedule so far."""
+        given = dict(enumerate(self.ticks[: len(self.actions)]))
+        self.ticks, self.before, self.after, self.loads, self.shares = self.best
+        self._save()
+        self._put(given)
+        self.limit = math.inf
+        self._ends_in_time(given, anew=True)
+
+    # The clock.
+
+    def _put(self, given: Mapping[int, int]) -> bool:
+        """Moves the work and the messages of actions from these ticks to those in which they are
+        now; says whether other pairs of stages have late messages then."""
+        ticks, work, prompt, size = self.ticks, self.work, self.prompt, len(self.actions)
+        stages, late, others = self.stages, self.late, False
+        for _ in range(len(work), 1 + max(map(ticks.__getitem__, given), default=_NONE)):
+            work.append([0.0] * len(self.rows))
+            prompt.append([])
+        for number, tick in given.items():
+            work[tick][stages[number]] -= self.durations[number]
+            work[ticks[number]][stages[number]] += self.durations[number]
+            for reader in (number, self.readers[number]):
+                if reader == size or (sender := self.senders[reader]) == size:
+                    continue
+                was, now = self.sent[reader], ticks[sender]
+                if ticks[reader] != now + 1:
+                    now = _NONE
+                if was != now:
+                    pair, self.sent[reader] = (stages[sender], stages[reader]), now
+                    if was == _NONE:
+                        late[pair] -= 1
+                        others |= not late[pair]
                     else:
-                        alone = not (
-                            self.shares[number]
-                            and place
-                            and self._may_share(row[place - 1], number)
-                        )
-                        if alone:
-                            last = tick + skips[number]
-                        ran[number], waiting = last, True
-                        place += 1
-                        continue
-                    break
-                places[stage], lasts[stage] = place, last
-        return ran
+                        prompt[was].remove(pair)
+                    if now == _NONE:
+                        others |= not late[pair]
+                        late[pair] += 1
+                    else:
+                        prompt[now].append(pair)
+        return others
 
-    def _longest_chain(self, replay: Replay) -> list[tuple[int, int]]:
-        """Lists stages and ticks of the actions on the longest chain, and of those around the late
-        messages that it waits for."""
+    def _ends_in_time(self, given: Mapping[int, int], *, anew: bool) -> bool:
+        """Whether the schedule ends in time after actions were moved from these ticks, run between
+        the ticks that changed, or anew; keeps its times if it does."""
+        work, prompt, starts, tails = self.work, self.prompt, self.starts, self.tails
+        length = 1 + max(self.ticks[last] for last in self.before[len(self.actions) :])
+        if anew or length + 1 != len(tails):
+            first, last, tails = 0, length, [[0.0] * len(self.rows) for _ in range(length + 1)]
+        else:
+            changed = [*given.values(), *map(self.ticks.__getitem__, given)]
+            # The message that an action reads ends the tick before.
+            first, last = max(0, min(changed, default=0) - 1), max(changed, default=0) + 1
+        late = [pair for pair, count in self.late.items() if count]
+        now, fresh = starts[first], list[list[float]]()
+        for tick in range(first, last):
+            now = self._run(now, work[tick], late, prompt[tick])
+            fresh.append(now)
+        end = max(map(operator.add, now, tails[last]))
+        if end > self.limit:
+            return False
+        starts[first + 1 : last + 1 if tails is self.tails else None] = fresh
+        self.end, self.tails = end, tails
+        for tick in range(last, length):
+            now = self._run(now, work[tick], late, prompt[tick])
+            if now == starts[tick + 1]:
+                break
+            starts[tick + 1] = now
+        late = [(receiver, sender) for sender, receiver in late]
+        for tick in reversed(range(last)):
+            now = self._run_back(tails[tick + 1], work[tick], late, prompt[tick])
+            if tick < first and now == tails[tick]:
+                break
+            tails[tick] = now
+        if end < self.best_end * (1 - _ROUNDING):
+            self.best_end, self.since = end, 0
+            self._save()
+        return True
 
-        def awaited(stage: int, pairs: set[tuple[int, int]], come: Sequence[float]) -> int:
-            both = (one for pair in pairs if stage in pair for one in pair)
-            senders = (sender for sender, to in pairs if to == stage)
-            return max(both if self.rendezvous else senders, key=come.__getitem__)
+    def _run(
+        self, now: list[float], work: Sequence[float], late: _Edges, prompt: _Edges
+    ) -> list[float]:
+        """Computes when stages start the next tick, as `jaxpipe.schedule.device_clock.replay`
+        does."""
+        ends = [*map(operator.add, now, work)]
+        self.left -= _RUN * (len(now) + len(late))
+        come = received(ends, now, late, self.message, rendezvous=self.rendezvous)
+        if prompt:
+            come = received(come, come, prompt, self.message, rendezvous=self.rendezvous)
+        return come
 
-        after, chain = replay.done, list[tuple[int, int]]()
-        stage = after.index(max(after))
-        for tick in reversed(range(len(replay.times))):
-            starts, ends, come = replay.times[tick]
-            if after[stage] > come[stage]:
-                stage = awaited(stage, replay.prompt[tick], come)
-            if come[stage] > ends[stage]:
-                chain.append((stage, tick))
-                stage = awaited(stage, replay.late, starts)
-                chain.append((stage, tick - 1))
-            elif ends[stage] > starts[stage]:
-                chain.append((stage, tick))
-            after = starts
-        return chain
+    def _run_back(
+        self, tails: list[float], work: Sequence[float], late: _Edges, prompt: _Edges
+    ) -> list[float]:
+        """Computes the time from a tick's start to the end, given that of the next: the same
+        backwards, with late messages in the other direction."""
+        self.left -= _RUN * (len(tails) + len(late))
+        if prompt:
+            back = [(receiver, sender) for sender, receiver in prompt]
+            tails = received(tails, tails, back, self.message, rendezvous=self.rendezvous)
+        ends = [*map(operator.add, tails, work)]
+        return received(ends, tails, late, self.message, rendezvous=self.rendezvous)
