@@ -24,7 +24,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.auto import PlacedModel, auto, find_soonest, lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import improve, search_orders
-from jaxpipe.schedule.search.tick_search import improve_on_devices
+from jaxpipe.schedule.search.tick_search import improve_on_devices, read_promptly
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 COSTS = Costs(1, 1.2, 0.8)
@@ -148,6 +148,25 @@ def test_any_rule_and_limit_gives_an_order_that_runs_and_can_be_improved(
     assert end == pytest.approx(device_clock(sooner, costs).makespan)
     assert bound - 1e-9 <= end <= device_clock(first, costs).makespan * (1 + 1e-6)
     lower(sooner, [1] * placement.num_virtual_stages)
+    if (prompt := read_promptly(first, costs)) is not None:
+        validate(prompt[0])
+        assert peak(prompt[0]) <= cap
+        assert not late_edges(prompt[0])
+        assert prompt[1] == pytest.approx(device_clock(prompt[0], costs).makespan)
+
+
+def late_edges(schedule: Schedule) -> list[tuple[int, int]]:
+    table = lower(schedule, [1] * schedule.placement.num_virtual_stages)
+    return [edge for channel in table.channels for edge in channel.late_edges]
+
+
+def test_prompt_messages_delay_stages_as_little_as_on_the_free_running_clock():
+    schedule = catalog.build("1f1b", stages=4, microbatches=6)
+    costs = [Costs(1, 2, 3, 6)] * 4
+    _, paced = soonest_on_devices([schedule], costs)
+    found, end = read_promptly(schedule, costs)
+    assert not late_edges(found)
+    assert simulate(schedule, costs).makespan <= end < paced
 
 
 @pytest.mark.parametrize(

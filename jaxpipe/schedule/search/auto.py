@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpipe.schedule.actions import Kind, Schedule, split_backwards
+from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
 from jaxpipe.schedule.check import peak_in_flight
 from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe
 from jaxpipe.schedule.generators.depth_first import (
@@ -46,7 +46,7 @@ _MOST_VIRTUAL_STAGES = 256
 grows faster than the square of this number."""
 _SEARCHED_CHUNKS = 2
 """Orders are searched on the best placement so far, and on those of at most so many chunks."""
-_SECONDS = 2.0
+_SECONDS = 1.6
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
 _PUBLISHED, _PACED, _PROMPT = 8.0, 40.0, 20.0
@@ -61,8 +61,10 @@ _ORDERING_SHARE = 0.15
 _BEST_SHARE, _SEARCHING_SHARE = 0.45, 0.2
 """Shares of the time left in which orders are searched: on the best placement so far, unless late
 messages take longer than an action, and on others."""
-_NUM_FUSED = 12
-"""Rules for orders with fused backwards."""
+_NUM_FUSED = 20
+"""Rules for orders with every W after its B."""
+_PROMPTLY = Costs(1, 1, 0.01)
+"""Costs in whose time orders have prompt messages."""
 _ROUNDS = (8, 0.3), (3, 0.4), (1, 1.0)
 """Numbers of best schedules whose orders and ticks are changed, and shares of the time left."""
 _LEAST_SECONDS = 0.05
@@ -106,7 +108,7 @@ def auto(
         and orders are searched of which nothing moves. None leaves all on the device.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
       seconds: about how long this takes, unless one schedule takes longer; 0 for the first that
-        fits, None for 2.
+        fits, None for 1.6.
       progress: called with a few words on what the search does next.
 
     Raises:
@@ -244,9 +246,13 @@ class Search:
             if fits is not None:
                 timed.append((makespan(fits, model.costs), len(timed), fits))
         # No schedule ends sooner on devices than free-running, and that time is quick to compute.
+        seen = set[tuple[tuple[Action, ...], ...]]()
         for least, _, schedule in sorted(timed):
             if least >= self.makespan or (self.microseconds <= 0 and self.makespan < math.inf):
                 break
+            if schedule.orders in seen:
+                continue
+            seen.add(schedule.orders)
             self.microseconds -= _PACED * model.num_actions
             self._take(model, *soonest_on_devices([schedule], model.costs))
             if model.num_slices == 1 and not model.parts:
@@ -455,11 +461,13 @@ def _made_anew(model: PlacedModel) -> Iterator[Schedule]:
 
 
 def _fused(model: PlacedModel) -> Iterator[Schedule]:
-    """Yields orders with fused backwards for ticks as long as a late message, which a W alone would
-    not fill."""
-    costs, place, m = [*map(of_ticks, model.costs)], model.placement, model.num_microbatches
-    for rule in rules(place)[:_NUM_FUSED]:
-        yield Schedule("auto", place, m, dispatch(place, m, costs, model.cap, rule, fused=True))
+    """Yields orders with every W after its B: for ticks as long as a late message, which a W alone
+    would not fill, and for prompt messages, which go on from tick to tick."""
+    place, m = model.placement, model.num_microbatches
+    for costs in ([*map(of_ticks, model.costs)], [_PROMPTLY] * len(model.costs)):
+        for rule in rules(place)[:_NUM_FUSED]:
+            orders = dispatch(place, m, costs, model.cap, rule, fused=True)
+            yield split_backwards(Schedule("auto", place, m, orders))
 
 
 def lower_bound(
