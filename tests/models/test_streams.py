@@ -33,7 +33,7 @@ def drawn_params(config=CONFIG):
 
     def changed(path, leaf):
         kernel = 0.1 if "streams" in path[0].key else 0.3
-        size = {"kernel": kernel, "scale": 1.0, "bias": 1.0}[path[-1].key]
+        size = {"kernel": kernel, "scale": 0.3, "bias": 1.0}[path[-1].key]
         return leaf + size * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
 
     params = jax.jit(functools.partial(gpt.init, config))(jax.random.key(0))
@@ -55,10 +55,12 @@ def connected(params, x, branch):
         )
     )
     pre, post = 1 / (1 + jnp.exp(-pre)), 2 / (1 + jnp.exp(-post))
-    res = jnp.exp(res.reshape(rows, tokens, n, n))
-    for _ in range(20):
+
+    def normalized(_, res):
         res = res / res.sum(-2, keepdims=True)
-        res = res / res.sum(-1, keepdims=True)
+        return res / res.sum(-1, keepdims=True)
+
+    res = jax.lax.fori_loop(0, 20, normalized, jnp.exp(res.reshape(rows, tokens, n, n)))
     y = branch(jnp.einsum("btn,btne->bte", pre, x))
     return jnp.einsum("btmn,btne->btme", res, x) + post[..., None] * y[:, :, None]
 
