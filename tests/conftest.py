@@ -22,9 +22,9 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # The second flag turns a hang at a collective into a failure. The passes of the third one take a
 # fifth of the time that a program with loops takes to compile. The fourth one more than halves that
-# time; newer versions of XLA do not know it. Tests that look at compiled programs leave both out
-# (`compilations.AS_USED`). XLA's verifier between its passes takes a tenth, and so does what the
-# last flag leaves out: programs here are too small to be compiled in parts.
+# time; newer versions of XLA do not know it. Tests that look at compiled programs leave loops'
+# passes in (`compilations.AS_USED`). XLA's verifier between its passes takes a tenth, and so does
+# what the last flag leaves out: programs here are too small to be compiled in parts.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"

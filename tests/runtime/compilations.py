@@ -1,15 +1,12 @@
 """How tests compile, and what."""
 
-import jax
 import pytest
 
 from jaxpipe.testing import compilations
 
 AS_USED = {"xla_disable_hlo_passes": "hlo-verifier"}
-if jax.__version_info__[:2] == (0, 10):
-    AS_USED |= {"xla_cpu_use_fusion_emitters": True}
-"""Options that compile a program with the passes of XLA's default: what `conftest.py` leaves out
-for time changes which instructions are fused."""
+"""Options that compile a program with XLA's passes over loops: those that `conftest.py` leaves out
+for time change what is fused and copied."""
 
 
 def refusal(function, *arguments, **options) -> str:
