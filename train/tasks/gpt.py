@@ -84,6 +84,8 @@ class GPT(Task):
         counts = {"sequence_length": shape.sequence_length}
         if axis == "tensor":
             counts |= {"num_heads": shape.num_heads}
+            if not shape.tied:  # the embedding is split by its columns
+                counts["width"] = shape.width
             if shape.linear_heads is not None:
                 counts["linear_heads"] = shape.linear_heads
             if not all(kind.has_experts for kind in shape.layer_kinds):
