@@ -51,9 +51,9 @@ class Options:
         by its largest value.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
         ``trainable``, such as "*norm*". Layers that differ are unrolled.
-      remat: the residuals that a layer keeps: all ("none"), the outputs of weight matmuls and of
-        fused attention ("dots"), or only its input ("full"). "auto" is "dots" on GPUs, which
-        recompute the rest faster than they move it, and otherwise "none".
+      remat: the residuals that a layer keeps: all but sums and products of others ("none"), the
+        outputs of weight matmuls and of fused attention ("dots"), or only its input ("full").
+        "auto" is "dots" on GPUs, where it takes less memory and about as long, else "none".
       zero: the arrays sharded over data, and over model axes that split no parameter, such as
         context: none (0), optimizer state (1), also gradients (2), also weights (3).
       weights: the layout of a stage's weights. "stacked" is one array per parameter, for any
