@@ -169,14 +169,14 @@ def test_a_chunk_is_updated_in_the_step_as_it_would_be_after_it(
 
 
 def test_no_gradient_is_kept_but_that_of_the_chunk_in_work():
-    width = 64
+    width = 128  # so that weights are much larger than activations
     model = jaxpipe.Model(
         embed=lambda outer, batch, rng: batch["x"],
         layer=lambda w, x, batch, rng: jnp.tanh(x @ w),
         head_loss=lambda outer, x, batch, rng: jnp.mean(x**2),
     )
     adam = optax.adam(0.1)  # reads its moments twice: to move them, and to move the weights
-    batch = {"x": jnp.ones((4, width))}
+    batch = {"x": jnp.ones((2, width))}
 
     def saved(layers):
         """Bytes of temporaries that updates by chunk save, with one layer per chunk."""
