@@ -66,7 +66,9 @@ NEAREST = {
     "mesh.tensor: 4, model.num_heads: 12, model.num_kv_heads: 3, model.head_size: 4": (
         "model.num_kv_heads=4, or mesh.tensor=3."
     ),
-    "mesh.tensor: 4, model.tied: false, model.width: 126, model.head_size: 8": "model.width=124 or 128",
+    "mesh.tensor: 4, model.tied: false, model.width: 126, model.head_size: 8": (
+        "model.width=124 or 128"
+    ),
     "mesh.context: 4, model.sequence_length: 12": "model.sequence_length=8 or 16",
     "mesh.expert: 2, mesh.data: 2": "mesh.expert=1.",
     "mesh.expert: 4, mesh.data: 4, model.num_experts: 6": "model.num_experts=4 or 8",
