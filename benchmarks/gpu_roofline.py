@@ -124,6 +124,7 @@ def cases() -> list[Case]:
             for name in ("1f1b-fused", "breadth-first", "zb-v", "dualpipe-v")
         ]
         + [change(case, schedule="zb-v", zero=3, vocabulary="equal")]
+        + [change(case, schedule="zb-v", zero=3, vocabulary="auto", remat="none")]
     )
     # One model of 32 layers under schedules with 1, 2 and 4 chunks per stage.
     schedules = [
