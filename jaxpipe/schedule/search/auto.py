@@ -46,7 +46,7 @@ _MOST_VIRTUAL_STAGES = 256
 grows faster than the square of this number."""
 _SEARCHED_CHUNKS = 2
 """Orders are searched on the best placement so far, and on those of at most so many chunks."""
-_SECONDS = 1.6
+_SECONDS = 2.4
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
 _PUBLISHED, _PACED, _PROMPT = 8.0, 40.0, 20.0
@@ -108,7 +108,7 @@ def auto(
         and orders are searched of which nothing moves. None leaves all on the device.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
       seconds: about how long this takes, unless one schedule takes longer; 0 for the first that
-        fits, None for 1.6.
+        fits, None for 2.4.
       progress: called with a few words on what the search does next.
 
     Raises:
