@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -185,7 +184,7 @@ def modelled(
         rows = program.computations[program.entry]
         loops = [n for n, row in enumerate(rows) if row.opcode == "while" and scope_of(row)]
         own = [n for n in loops if is_of(rows[n], names[tick])]
-        run = partial(rooflines[stage].run, program.entry, trips_of_entry(stage))
+        run = functools.partial(rooflines[stage].run, program.entry, trips_of_entry(stage))
         spent = run(until=own[-1] + 1)
         spent.subtract(run(until=own[0]))
         return spent

@@ -133,7 +133,9 @@ def _show_transfers(console: Console, setup: Setup) -> None:
     """Shows how often chunks are gathered and reduced over data, from ZeRO-2 on."""
     table, zero = setup.pipe.table, setup.pipe.options.zero
     gathered, reduced = max(table.gathers.counts), max(table.reduces.counts)
-    gathers = f"gathers up to {gathered} chunks of weights and " if zero.shards_weights else ""
+    gathers = (
+        f"gathers up to {counted(gathered, 'chunk')} of weights and " if zero.shards_weights else ""
+    )
     kept = max(table.gathers.num_slots if zero.shards_weights else 0, table.reduces.num_slots)
     say(
         console,

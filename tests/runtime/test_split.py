@@ -82,7 +82,7 @@ def test_stricter_policies_save_less():
 
 
 def test_what_arithmetic_makes_of_kept_values_is_not_kept():
-    """Of a gate, the matmul's output and its logistic are kept, but not their products."""
+    """Keeps a gate's matmul and its logistic, but not their products."""
     split = split_layer(lambda w, x: jax.nn.silu(x @ w), jnp.ones((6, 10)), jnp.ones((3, 6)))
     assert [leaf.shape for leaf in split.until_b] == [(3, 10), (3, 10)]
 

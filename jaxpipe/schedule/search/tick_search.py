@@ -250,7 +250,8 @@ class _TickSearch(NumberedActions):
         return given
 
     def _may_share(self, number: int) -> bool:
-        """Whether an action is a W that may share the tick of the one before."""
+        """Whether an action is a W that may share the tick of the one before: `may_share_tick`, by
+        numbers alone, since it is asked of every action that moves."""
         other = self.before[number]
         return other < self.first_w <= number and self.chunks[other] == self.chunks[number]
 
