@@ -81,10 +81,9 @@ class GPTConfig(validation.Validated):
       residual_streams: residual streams of each token, which small matrices mix in every layer
         (`models.streams`): copies of the embedding at first, averaged before the head.
       qk_norm: norms of queries and keys, of the kind that ``norm`` names.
-      qk_norm_scope: numbers that are normalised together, and when: those of a head, with one scale
-        for all heads ("head": Qwen 3, Gemma 3), the same behind the rotation ("rotated": Hunyuan),
-        those of a head, with a scale for each ("each": Cohere), or those of all heads ("all": OLMo
-        2).
+      qk_norm_scope: numbers that are normalized together: those of a head, with one scale for all
+        heads, before the rotation ("head": Qwen 3, Gemma 3) or after it ("rotated": Hunyuan), or
+        with a scale for each head ("each": Cohere); or those of all heads ("all": OLMo 2).
       activation: "gelu" (tanh approximation, as GPT-2), "exact_gelu", "relu", "relu2" (squared) or
         "xielu" (Huang and Schlag 2024; a layer learns two numbers of it), or gated: "swiglu",
         "geglu", or "clamped_swiglu" (GPT-OSS).
@@ -95,23 +94,25 @@ class GPTConfig(validation.Validated):
       logit_scale: factor of logits (Granite, Cohere).
       bias: biases in linear layers and in LayerNorm.
       qkv_bias: biases of queries, keys and values, also without ``bias`` (Qwen 2).
-      out_bias: biases of attention's output; None for ``bias``.
-      mlp_bias: likewise of the MLP.
-      norm_bias: likewise of LayerNorm.
+      out_bias: biases of attention's output map; None takes the value of ``bias``.
+      mlp_bias: biases of the MLP; None takes the value of ``bias``.
+      norm_bias: biases of LayerNorm; None takes the value of ``bias``.
       head_bias: a bias of every logit (Phi).
       dropout: probability, in [0, 1), for the embedding and for both residual branches. Attention
         weights are never dropped, since flash attention does not store them.
       dtype: compute dtype, "float32" or "bfloat16".
       query_scalar: attention scores are divided by its square root; None means the width of a head.
-      attention_scale: factor of attention scores in place of that (Granite); None for none.
+      attention_scale: factor of attention scores in place of ``query_scalar`` (Granite); None for
+        none.
       attention_soft_cap: scores s become ``cap * tanh(s / cap)`` (Gemma 2); None means none.
-      logit_soft_cap: likewise the logits.
+      logit_soft_cap: the same for logits.
       attention_gate: attention's values are multiplied by sigmoids of the token, one for each
         number (Qwen3-Next).
       window: tokens that a local layer sees, its own included; None if all layers are global.
       linear_heads: key heads of linear attention by the gated delta rule (Yang et al. 2024;
         Qwen3-Next), which layers that are not global then have; None for none.
-      linear_value_heads: value heads of linear attention, a multiple; None for as many.
+      linear_value_heads: value heads of linear attention, a multiple of ``linear_heads``; None for
+        as many.
       linear_key_size: width of a key head of linear attention.
       linear_value_size: width of a value head of linear attention.
       linear_conv: tokens of the convolution before linear attention, the token's own included.
@@ -119,12 +120,12 @@ class GPTConfig(validation.Validated):
       kv_rank: size of the latent vector from which a token's keys and values are made (DeepSeek-AI
         2024, section 2.1); None for keys and values of its own.
       query_rank: likewise for queries; None makes them from the residual stream.
-      rotary_size: numbers of a head, the first ones, that are rotated; with ``kv_rank`` they lie
-        beside ``head_size``. None for all.
+      rotary_size: how many numbers of a head are rotated, from the first on; None for all. With
+        ``kv_rank`` they come on top of ``head_size``.
       value_size: width of a head's values with ``kv_rank``.
       global_every: layer n is global if this divides n, counted from 1, and local otherwise (Gemma
         2: 2, Gemma 3: 6); None with a window or linear attention means that no layer is global.
-      global_layers: the numbers of the global layers, counted from 1, where no rule says them.
+      global_layers: numbers of the global layers, counted from 1, in place of ``global_every``.
       unrotated_layers: numbers of the layers without rotary positions (SmolLM 3, Cohere 2).
       rope_theta: base of the rotary wavelengths.
       local_rope_theta: base of the wavelengths of local layers, which are then not stretched (Gemma
@@ -160,8 +161,8 @@ class GPTConfig(validation.Validated):
       normalized_scores: the scores of the chosen experts are divided by their sum.
       score_factor: factor of the chosen experts' scores (DeepSeek-V3).
       expert_groups: equal groups of experts.
-      choices_per_group: the best experts of a group that are its score together: 2 (DeepSeek-V3) or
-        1 (DeepSeek-V2).
+      choices_per_group: how many of the best scores in a group make up the group's score: 2
+        (DeepSeek-V3) or 1 (DeepSeek-V2).
       groups_per_token: groups with the best scores, among whose experts a token's are chosen.
       bias_speed: each expert has a bias, added to its score only when experts are chosen, which
         `models.gpt.end_step` moves by so much towards equal use (Wang et al. 2024); None for none.
@@ -174,14 +175,15 @@ class GPTConfig(validation.Validated):
         dropped. None gathers the tokens of all devices and drops nothing.
       balance_loss: coefficient of the loss that balances the use of experts (Fedus et al. 2022).
       z_loss: coefficient of the router's squared log-sum-exp (Zoph et al. 2022).
-      qk_clip: largest score of a head in a step up to which the weights of its queries and keys are
-        left as the optimizer makes them (`models.qk_clip`); None to leave all.
+      qk_clip: bound on the attention scores of a head: after a step in which one is larger, the
+        head's query and key weights are scaled down (`models.qk_clip`); None for no bound.
       mtp_loss: coefficient of the loss of a further layer, which predicts the token after the next
         from the last layer's output and the next token's embedding (multi-token prediction:
         DeepSeek-AI 2024, section 2.2). The layer is not counted in ``num_layers``; None for none.
       adapters: low-rank adapters of the layers' linear maps; None trains the maps themselves.
-      model_type: the family of the transformers library that `models.hugging_face` read it from, as
-        which it is written if the shape still fits; configs that differ in nothing else are equal.
+      model_type: the family of the transformers library from which `models.hugging_face` read the
+        model. It is written as that family if the shape still fits. Configs that differ only in
+        this field are equal.
 
     Raises:
       ValueError: values that do not fit together, all of them in one message.

@@ -89,7 +89,7 @@ class DataConfig(Section):
     ("apart"). "packed" is "apart" with whole documents in rows, unless they are longer than a row,
     and about equal amounts of attention in each row."""
     document_tokens: Count | None = None
-    """Length of a token's document in tokens, averaged over tokens, for documents that are apart or
+    """Mean length of a document in tokens, weighted by its tokens, for documents that are apart or
     packed. Plans compute the cost of attention from it; the default is the length of a row."""
 
 
@@ -166,7 +166,7 @@ class PipelineConfig(Section):
     clock."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """Values that the backward recomputes: "none", all but matmuls ("dots"), or all ("full").
-    "auto" is "dots" on GPUs, where it takes less time and memory than "none". Elsewhere, and for
+    "auto" is "dots" on GPUs, where it takes less memory and about as long. Elsewhere, and for
     asynchronous schedules, whose checkpoints hold the residuals, it is "none"."""
     zero: Annotated[int, Range(0, 3)] = 3
     """Arrays sharded over data: none (0), optimizer state (1), also gradients (2), also weights

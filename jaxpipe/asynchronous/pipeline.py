@@ -57,7 +57,7 @@ class AsyncPipeline:
     updates its own layers as soon as their gradient is complete. On stage d = 0..P-1, the weights
     that F reads for a minibatch's microbatch j are ceil((2(P-d)-1-j)/N) updates behind; with 2BW,
     all weights are one update behind. B reads the newest weights (PipeMare) or those that its F has
-    read (PipeDream, 2BW). What F keeps for B is of F's weights.
+    read (PipeDream, 2BW). The residuals that F keeps for B follow from F's weights.
 
     Layout, evaluation and warm-up (PipeMare's T3) are those of the synchronous pipeline ``pipe``.
     Parameters and optimizer state pass between the two unchanged.

@@ -67,13 +67,13 @@ def plan(
       memory: bytes of a device's memory that a plan may use; by default 92% of it.
       tokens: tokens to train on, for time and cost of the training; by default those of one step.
       batch: rows of a step; several numbers are compared. By default that of the configuration.
-      critical_batch: tokens B_crit of the critical batch: training takes tokens (1/B + 1/B_crit)
-        steps. The noise scale of a run estimates it.
-      objective: the quantity that the best plan minimises.
+      critical_batch: critical batch size B_crit in tokens, as a run's noise scale estimates it.
+        Training on T tokens in batches of B then takes T (1/B + 1/B_crit) steps.
+      objective: the quantity that the best plan minimizes.
       out: file for the best plan, as a configuration.
       measure: number of best plans to compile without devices, which takes half a minute to minutes
-        each. The compiler's memory then replaces the predicted one, and plans over the limit are
-        ruled out; times remain predictions. h100 and h200 need jax's CUDA plugin, cpu nothing.
+        each. The compiler's figures then replace the predicted memory, and plans over the limit
+        are ruled out; times remain predictions. h100 and h200 need jax's CUDA plugin, cpu nothing.
       write_sizes: file for what the model computes and keeps, to be read by --sizes.
     """
     refuse(

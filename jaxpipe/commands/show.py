@@ -93,18 +93,19 @@ def show(
         modular, zb-h1, zb-h2, interleaved-zb and auto. A slice is drawn as a microbatch, and costs
         are those of a slice.
       costs: time of F,B,W of one chunk (for `auto`, of half a stage), and optionally of one
-        message: 1,1,1 or 1,1.2,0.8,0.1. A fifth number is the share of its shorter action that an
-        overlapped pair saves on the free clock: 1,1.2,0.8,0.1,0.5. A sixth is the share of F and B
-        that is attention, which takes longer for later slices. A last word,
-        1,1.2,0.8,0.1,rendezvous, makes senders wait for receivers on the device clock.
+        message: 1,1,1 or 1,1.2,0.8,0.1. A fifth number is what an overlapped pair saves on the
+        free clock, as a share of its shorter action: 1,1.2,0.8,0.1,0.5. A sixth is the share of
+        attention in F and B; attention takes longer for later slices. The word rendezvous at the
+        end (1,1.2,0.8,0.1,rendezvous) makes senders wait for receivers on the device clock.
       layers: layers of the whole model, with --layer-costs in place of --costs; `auto` then also
         chooses the number of chunks.
       layer_costs: time of F,B,W of one of these layers, and optionally of one message.
-      memory_limit: largest peak in flight per stage, in microbatches of a full stage, for a search;
-        with --offload, largest number that a device keeps, for any schedule.
+      memory_limit: largest peak in flight per stage that a search may use, in microbatches, of
+        which a chunk keeps 1/v; with --offload, the most that a device keeps, for any schedule.
       offload: time to move the residuals of an F to the host, or back, as a share of F: 0.8. Those
         that wait longest then move while layers run, until --memory-limit holds.
-      recompute_segment: stages per segment that runs forward again, for an asynchronous method.
+      recompute_segment: stages per segment, for asynchronous methods; each segment runs forward
+        again before its backward.
       clock: device, the clock of the program on GPUs; or free, the clock of papers, on which stages
         wait only for inputs. A page has both.
       format: what to write; by default the format of --out's extension, or else text. html is an
@@ -210,11 +211,11 @@ def validate(
     costs: str = DEFAULT_COSTS,
     clock: Clock | None = None,
 ) -> None:
-    """Check a schedule in PyTorch's CSV of actions, and draw it as `show` does.
+    """Check a schedule in PyTorch's CSV format of actions, and draw it as `show` does.
 
     Args:
       file: one row per stage, cells such as 0F3, 1I2 (backward for the input), 2W0, 1B2 (both).
-      costs: time of F,B,W of one chunk, and what else `show` takes.
+      costs: as for `show`.
       clock: as for `show`.
     """
     schedule = read_csv(file)

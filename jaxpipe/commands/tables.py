@@ -56,13 +56,14 @@ class OnDevices:
       expert: data shards over which a layer's experts are split.
       context: devices that share a layer's sequence.
       tensor: devices that share a layer's weights.
-      zero: level at which parameters, gradients and optimizer state are sharded over data.
+      zero: arrays sharded over data: none (0), optimizer state (1), also gradients (2), also
+        weights (3).
       remat: none, dots (the default of training on GPUs) or full.
       on_host: what host memory holds: state (the optimizer's), residuals, or state,residuals.
       device: as for `plan`.
       link: links within hosts and between them, as for `plan`.
-      exposed: factor of the exposed time of collectives within layers: 1 for jaxpipe's programs,
-        about 0.1 for systems that hide more of them.
+      exposed: factor for the time that a step waits for collectives within layers: 1 for jaxpipe's
+        programs, about 0.1 for systems that hide more of them.
     """
 
     layer_model: Path | None = None
@@ -231,7 +232,7 @@ def compare(
         the messages of a microbatch.
       stage_costs: time of F,B,W of a full stage, and optionally of one message: 1,1.2,0.8,0.1. The
         stage's chunks share it. 1,1,1 if neither this nor --layer-costs is given.
-      layer_costs: time of F,B,W of one of the model's layers, in place of a stage's.
+      layer_costs: time of F,B,W of one of the model's layers, in place of --stage-costs.
       layers: layers of the whole model; by default two per stage, or per chunk with --chunks.
       offload: time to move the residuals of an F to the host, or back, as a share of F: 0.8. A
         column then shows the fewest microbatches that a device must keep.

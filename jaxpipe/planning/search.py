@@ -55,7 +55,7 @@ class Goal:
       tokens: tokens to see, at a batch far below the critical one; None for one step.
       batches: rows of a step that may be chosen.
       critical_tokens: the critical batch; None if every token counts the same in any batch.
-      objective: name of the measure to minimise, a field of `jaxpipe.planning.cost.Measures`.
+      objective: name of the measure to minimize, a field of `jaxpipe.planning.cost.Measures`.
     """
 
     tokens: float | None
@@ -82,7 +82,7 @@ class Goal:
         return self.steps(placed.plan.batch_rows * placed.model.tokens_per_row)
 
     def value(self, measures: Measures) -> float:
-        """Looks up what the objective minimises."""
+        """Looks up what the objective minimizes."""
         return float(getattr(measures, self.objective))
 
 

@@ -1,5 +1,5 @@
-"""The device mesh: axes of data shards, each of them a pipeline along the axis of stages, and axes
-that a model uses itself."""
+"""The device mesh: an axis of stages, axes of data shards, and axes along which devices share a
+model's layers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Axes:
     ) -> Axes:
         """Axes by name, with those of replicas the outermost.
 
-        None is "replica", if it is there, and "data" with "expert", if that is there.
+        By default, ``replica`` is the axis "replica", if the mesh has it, and ``data`` is "data"
+        and, if the mesh has it, "expert".
 
         Args:
           splitting: axes that split the model's parameters.
@@ -264,8 +265,8 @@ def _on_hosts(devices: list[jax.Device], sizes: dict[str, int]) -> list[jax.Devi
 def host_of(devices: Sequence[jax.Device]) -> list[int]:
     """The number of each device's host.
 
-    That is its process. Where every process has one device, it is jax's slice: what a fast network
-    joins. So it is on TPUs, whose fast network joins the hosts of a slice.
+    A host is a process or, if every process has one device, a slice of jax: the devices that a fast
+    network joins. On TPUs it is always a slice.
     """
     if devices[0].platform == "tpu":
         return [getattr(device, "slice_index", 0) for device in devices]
@@ -291,7 +292,7 @@ def axes_across_hosts(mesh: Mesh) -> tuple[str, ...]:
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """The mesh with axes whose shardings the compiler chooses where no one says them.
+    """Returns the mesh with automatic axes, whose shardings the compiler chooses if none is stated.
 
     `jax.make_mesh` makes explicit axes. Arrays that lie on such a mesh can be passed to a program
     for this one.

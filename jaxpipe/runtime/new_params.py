@@ -91,7 +91,7 @@ def _split_within(w: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """An array of stacked layers, split within the layers first.
 
     An init function that makes one layer after the other and stacks them would otherwise have to
-    send each to its stage; random bits are drawn anywhere.
+    send each to its stage; random bits can be drawn on any device.
     """
     sharding: Any = leaf.sharding
     dims = [*sharding.spec, *[None] * (w.ndim - len(sharding.spec))]
@@ -147,7 +147,7 @@ def load_params(pipe: Pipeline, read: ReadPart) -> Placed:
 
 
 def _read(canonical: Shapes, read: ReadPart, name: str, *number: int) -> Tree:
-    """A part of the model, as it should be."""
+    """Reads a part of the model, and refuses one of other shapes."""
     expected = canonical[name]
     if number and is_sequence(expected):
         expected = expected[number[0]]

@@ -51,26 +51,26 @@ class Options:
         by its largest value.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
         ``trainable``, such as "*norm*". Layers that differ are unrolled.
-      remat: the residuals that a layer keeps: all but sums and products of others ("none"), the
-        outputs of weight matmuls and of fused attention ("dots"), or only its input ("full").
+      remat: the values that a layer keeps for its backward: all but sums and products of others
+        ("none"), outputs of weight matmuls and of fused attention ("dots"), or its input ("full").
         "auto" is "dots" on GPUs, where it takes less memory and about as long, else "none".
       zero: the arrays sharded over data, and over model axes that split no parameter, such as
         context: none (0), optimizer state (1), also gradients (2), also weights (3).
       weights: the layout of a stage's weights. "stacked" is one array per parameter, for any
         depth; layers that differ share flat arrays. "unrolled" is one array per layer, which saves
-        GPUs copies of weights and residuals. If layers differ, every place of a chunk has the
-        arrays of all layers that some chunk has there. Its program grows with the layers of a stage
-        and, up to a limit, with the residuals kept at once. "auto" is unrolled on GPUs, up to 16
-        layers per stage, if layers that differ take at most 10% more memory so, and where layers
-        differ and another option needs it.
+        GPUs copies of weights and residuals, but the program grows with the layers of a stage and,
+        up to a limit, with the residuals kept at once. If layers differ, each position in a chunk
+        has room for every kind of layer that some chunk has there. "auto" unrolls on GPUs, up to 16
+        layers per stage, unless layers differ and would take over 10% more memory; and wherever
+        layers differ and another option needs it.
       weight_slots: chunks of gathered weights (ZeRO-3) and of gradient sums (from ZeRO-2 on) that a
         stage keeps at once, at least as many as a tick uses. With 2 or more, chunks move over data
         under the layers of other chunks, if there is time; ``pipe.table.gathers.counts`` counts
         the gathers. None is 2 on GPUs and TPUs, and 1 on CPUs.
       residuals: the memory in which residuals wait for their backward: the "device", or the "host",
-        over the device's bus; best with ``remat="full"``, which keeps least. Or the microbatches of
-        a full stage, such as 2.5, whose residuals a device keeps at once: of the others, those that
-        wait longest move to the host and back while layers run. Layers must be alike.
+        over the device's bus; best with ``remat="full"``, which keeps least. Or a number of
+        microbatches, such as 2.5, whose residuals a device keeps at once: of all others, those that
+        wait longest move to the host and back while layers run. Layers must then be alike.
       pair_layers: whether a forward and a backward that the schedule overlaps run layer by layer in
         one loop, so that matmuls of one hide communication of the other. Layers that differ are
         unrolled. By default True on GPUs if layers use mesh axes.
@@ -131,7 +131,7 @@ class Options:
 
     @property
     def of_places(self) -> list[str]:
-        """Names what was chosen of the options that need arrays for every layer."""
+        """Names the chosen options that need arrays of their own for every layer."""
         chosen = {
             "weights": self.weights == "unrolled",
             "fp8": self.fp8 != (),
@@ -226,7 +226,7 @@ class Arguments(TypedDict, total=False):
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a whole number; True, which equals 1, is none."""
+    """Whether a value is a whole number; True is not, although it equals 1."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

@@ -203,7 +203,7 @@ class Pipeline(Assembly):
 
     @property
     def _batch_unit(self) -> int:
-        """The number of which a batch's rows are a multiple."""
+        """The number that must divide the rows of a batch."""
         return self.schedule.num_microbatches * self.axes.num_shards(self.mesh)
 
     def place(self, params: Params) -> Placed:
@@ -463,7 +463,7 @@ def _loss(pipe: Assembly, *args: Tree) -> Tree:
 def named_schedule(
     schedule: Schedule | str, mesh: Mesh, axes: Axes, microbatches: int | None
 ) -> tuple[Schedule | None, list[Problem | str]]:
-    """The schedule that was meant, and what is wrong with the arguments that say so.
+    """Builds the schedule that the arguments name, and lists what is wrong with them.
 
     Args:
       microbatches: m for a name; None for the default.

@@ -94,7 +94,7 @@ def auto(
     Candidates are the schedules of this package that fit, as published and in another order for the
     costs, and the orders of a search (`search_orders`), which knows whole sequences, on every
     placement that the model allows, of up to 256 virtual stages or 4 chunks. `lower_bound` says how
-    much is left. Nothing is searched where the bound says that at most .5% can be won.
+    much is left. Nothing is searched where the bound says that at most 0.5% can be won.
 
     Args:
       costs: costs of half a stage. A stage holds two such chunks, on the V or in a loop, or one

@@ -46,7 +46,7 @@ def controllable_memory(
     Args:
       memory_limit: peak in flight per stage, in microbatches of a full stage; halves count.
         None for 1F1B's, which is p.
-      costs: costs of one chunk; the search minimises the free-running makespan with them.
+      costs: costs of one chunk; the search minimizes the free-running makespan with them.
       trial_actions: number of actions that it may simulate to rank blocks, and again to choose.
 
     Raises:
