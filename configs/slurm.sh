@@ -33,7 +33,7 @@ if [[ $# -eq 0 ]]; then
     set -- --config configs/gpt-tiny.yaml
 fi
 
-# What started again continues.
+# A job that Slurm has restarted continues its run.
 restarts="${SLURM_RESTART_COUNT:-0}"
 if (( restarts > 0 )); then
     set -- "$@" --resume
@@ -45,7 +45,7 @@ fi
 status=0
 srun --kill-on-bad-exit=1 --gpu-bind=none .venv/bin/python train/train.py "$@" || status=$?
 
-# 1 and 2 would come again (docs/when-something-goes-wrong.md). srun returns the largest status of all
+# Statuses 1 and 2 would recur (docs/when-something-goes-wrong.md). srun returns the largest status of all
 # processes: 75, or that of one that was killed.
 if (( status > 2 && restarts < 10 )); then
     scontrol requeue "${SLURM_JOB_ID}"
