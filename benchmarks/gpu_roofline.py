@@ -221,7 +221,7 @@ def bubble_of(schedule: Schedule, passes: dict[str, Spent]) -> float:
 
 
 def exceeded(name: str, found: Limits) -> list[str]:
-    """What is worse than the limits of a case."""
+    """Lists the figures that are worse than the limits of a case."""
     limits = LIMITS.get(name)
     return [
         f"{name}: {field} is {value:.3f}, more than {limit:.3f}"

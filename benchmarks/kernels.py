@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Use(enum.Enum):
-    """What time is spent on."""
+    """Uses of time."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"

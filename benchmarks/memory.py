@@ -42,7 +42,7 @@ FAMILY = ("1f1b", "zb-v", "v-zb", "v-half", "v-min", "1f1b-v", "auto")
 MICROBATCHES = (8, 32, 128)
 TOLERANCE = 0.05
 PARTS = {"residuals MB": ("until_b", "until_w"), "B to W MB": ("crossing",)}
-"""Of the activations: the values F leaves for B and W, and those B leaves for W."""
+"""Parts of the activations: values that F leaves for B and W, and those that B leaves for W."""
 LABEL = ("schedule", "remat", "ZeRO", "m")
 Case = tuple[str, str, int, int]
 """Schedule, remat policy, ZeRO level, number of microbatches."""

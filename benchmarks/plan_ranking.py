@@ -54,7 +54,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def failures(rows: Sequence[dict[str, float]]) -> list[str]:
-    """What a group misses."""
+    """Lists the targets that a group misses."""
     predicted = [row["predicted s"] for row in rows]
     executed = [row["executed s"] for row in rows]
     correlation = rank_correlation(predicted, executed)

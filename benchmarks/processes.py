@@ -46,7 +46,7 @@ NAMES = (
     *("zb-v", "v-half", "dualpipe-v", "interleaved-zb", "auto"),
 )
 END = 0.1
-"""What embedding and head take, of a stage's layers: the former a third of it in its forward."""
+"""Time that the embedding and the head each take, as a share of a stage's layers."""
 
 _FLAGS = "--xla_cpu_multi_thread_eigen=false"
 _THREADS = "2"
@@ -140,7 +140,7 @@ class Case:
 
     @property
     def costs(self) -> list[Costs]:
-        """Of every virtual stage, if the first and the last have the embedding and the head."""
+        """Costs of every virtual stage, the first with the embedding and the last with the head."""
         found = list(self.layers)
         first, embed = found[0], self.end / 3
         found[0] = dataclasses.replace(first, f=first.f + embed, b=first.b + 2 * embed)

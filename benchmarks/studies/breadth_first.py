@@ -35,7 +35,7 @@ LINK = "nvlink:8,ib:50"
 REMATS = (("none", "full"), ("full",))
 """Policies that plans may choose from: any, or the checkpoints of layer inputs that were usual."""
 TOKENS_PER_PARAMETER = 20
-"""Of the training: Hoffmann et al. 2022."""
+"""Length of the training: Hoffmann et al. 2022."""
 
 
 def exposed(found: Prediction, *, whole: bool = False) -> Mapping[str, float]:

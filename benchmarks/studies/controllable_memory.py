@@ -43,7 +43,7 @@ SCHEDULES = {
 
 
 def makespan(name: str, p: int, m: int, stage: Costs, limit: float | None = None) -> float:
-    """Of a schedule whose stages cost the same, on the free-running clock."""
+    """Makespan of a schedule whose stages cost the same, on the free-running clock."""
     chunks = 1 if name.startswith("1f1b") else 2
     costs = Costs(*(getattr(stage, kind) / chunks for kind in "fbw"), stage.message)
     given: dict[str, Any] = {"memory_limit": limit} if limit else {}

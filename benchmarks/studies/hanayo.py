@@ -41,7 +41,7 @@ METHODS = {
 }
 """Names and chunks per stage; Hanayo has half as many waves. All backwards are fused."""
 STATE_BYTES = 4 + 2 + 4 + 8
-"""Of a parameter: itself, its copy in 16 bits, its gradient, and Adam's moments."""
+"""Bytes per parameter: itself, its copy in 16 bits, its gradient, and Adam's moments."""
 ROWS = (1, 2, 4, 8)
 PER_DEVICE, FIXED = 4, 64
 """Rows of a step: for every device, and of all."""
@@ -168,7 +168,7 @@ def scaling(
 
 
 def _gain(speed: dict[str, float], others: Sequence[str]) -> str:
-    """Of Hanayo over the fastest of the others."""
+    """Speedup of Hanayo over the fastest of the others."""
     most = max(speed[other] for other in others)
     return f"{speed['Hanayo'] / most - 1:+z.0%}" if most else "does not fit"
 

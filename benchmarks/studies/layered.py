@@ -37,13 +37,13 @@ LENGTH = 2048
 _FAST = "InfiniBand, 200 Gb/s"
 NETWORKS = {_FAST: "nvlink:8,ib:200", "Ethernet, 25 Gb/s": "nvlink:8,eth:25"}
 TOKENS_PER_PARAMETER = 20
-"""Of the training: Hoffmann et al. 2022. It cancels in every comparison."""
+"""Length of the training: Hoffmann et al. 2022. It cancels in every comparison."""
 COUNTS = (256, 1024, 4096, 16384, 65536)
 """Numbers of devices."""
 _TENTH = 8e9
 """Bytes of a device of 80 GB."""
 _MOST_CHUNKS = 64
-"""That the planner considers."""
+"""Limit on the chunks per stage that the planner considers."""
 
 
 def baseline(plan: Plan, layers: int) -> bool:

@@ -139,7 +139,7 @@ class Membership:
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """What a program leaves to the one that replaces it: the arguments of `Survivor`."""
+    """State that a program leaves to the one that replaces it: the arguments of `Survivor`."""
 
     membership: Membership
     own: list[Copy]
