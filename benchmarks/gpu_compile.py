@@ -14,6 +14,7 @@ The scheduled program and its launch sequence (thunks) show, for one tick:
   `jaxpipe.measure.predicted_bytes`.
 
 The edges have to be those of the tick table, and with fp8 all operands of matmuls of weights 8-bit.
+MXFP8 is compiled for B200s.
 
 Kernels are not tuned without a GPU: nothing here is a speed. Attention is XLA's, not cuDNN's.
 
@@ -61,7 +62,7 @@ from benchmarks.hlo import HloProgram, Instruction, layers_of
 from jaxpipe.planning.without_devices import (
     GPUS_PER_HOST,
     attention_of_gpus,
-    h100s,
+    gpus,
     use_gpu_flags,
 )
 from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
@@ -85,8 +86,8 @@ class Case:
     """One compiled step: hosts of 8 GPUs, a schedule, a ZeRO level, the layout of the weights,
     layers per chunk, the dtype of the copies that layers read, what is recomputed, chunks per
     stage, where the vocabulary lies (split over all stages, at the ends of the pipeline, there
-    beside "equal" chunks, or where the trainer puts it, "auto"), whether matmuls of weights run in
-    8-bit floats, data shards, and the kinds of layers: one; two of equal work in turn; linear
+    beside "equal" chunks, or where the trainer puts it, "auto"), the recipe of 8-bit matmuls of
+    weights, data shards, and the kinds of layers: one; two of equal work in turn; linear
     attention, as Qwen3-Next has it; that and full attention in every fourth layer, "hybrid";
     mixtures of experts, of which the first three layers may be dense.
     """
@@ -100,7 +101,7 @@ class Case:
     remat: str = "dots"
     chunks: int | None = None
     vocabulary: str = "split"
-    fp8: bool = False
+    fp8: str | None = None
     data: int = DATA
     kinds: str = "one"
 
@@ -123,13 +124,17 @@ class Case:
     def stages(self) -> int:
         return 8 * self.hosts // self.data
 
+    @property
+    def device(self) -> str:
+        return "b200" if self.fp8 == "mxfp8" else "h100"
+
     def __str__(self) -> str:
         name = self.schedule
         name += f", ZeRO-{self.zero}" if self.zero else ""
         name += "" if self.chunks is None else f", {self.chunks} chunks"
         name += ", vocabulary at the ends" if self.vocabulary == "ends" else ""
         name = f"{self.hosts} x 8, {name}, {self.layers} layers, {self.weights}"
-        name += ", fp8" if self.fp8 else ""
+        name += f", {self.fp8} fp8" if self.fp8 else ""
         return name if self.compute_dtype is None else f"{name}, {self.compute_dtype}"
 
 
@@ -148,8 +153,11 @@ CASES = list(dict.fromkeys([
     for zero in (0, 3)
     for weights in ("stacked", "unrolled")
 ] + [
-    Case(1, name, zero=3, weights="unrolled", compute_dtype="bfloat16", fp8=True)
+    Case(1, name, zero=3, weights="unrolled", compute_dtype="bfloat16", fp8="tensorwise")
     for name in ("1f1b", "zb-v", "breadth-first")
+] + [
+    Case(1, name, zero=3, weights="unrolled", compute_dtype="bfloat16", fp8="mxfp8")
+    for name in ("1f1b", "zb-v")
 ] + [
     Case(1, name, zero=zero, weights=weights, layers=layers)
     for layers, name, zero, weights in (
@@ -241,8 +249,9 @@ def weight_matmuls(program: HloProgram) -> dict[str, dict[str, int]]:
         for loop in loops:
             for computation in _computations(program, loop.calls["body"]):
                 for row in program.computations[computation]:
-                    if row.opcode == "dot" and "batch_dims" not in row.text:
-                        read = program.operands(computation, row)
+                    of_weights = row.opcode == "dot" and "batch_dims" not in row.text
+                    if of_weights or "blockScaledDot" in row.text:
+                        read = program.operands(computation, row)[:2]
                         dtypes = (one.text.split(" = ")[1].partition("[")[0] for one in read)
                         counts[" x ".join(dtypes)] += 1
     return {name: dict(counts) for name, counts in found.items()}
@@ -297,7 +306,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         "split": lambda *_: None,
     }
     layer_counts = counts[case.vocabulary](config, schedule)
-    devices = h100s(case.hosts * GPUS_PER_HOST)
+    devices = gpus(case.device, case.hosts * GPUS_PER_HOST)
     model = gpt.model(config, vocabulary_axis="stage" if layer_counts is None else None)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     if case.kinds == "two":
@@ -316,6 +325,7 @@ def pipeline(case: Case) -> jaxpipe.Pipeline:
         weight_slots=2,  # the trainer's default on GPUs
         compute_dtype=case.compute_dtype,
         fp8="*kernel" if case.fp8 else (),
+        fp8_recipe=case.fp8 or "tensorwise",
         layer_counts=layer_counts,
     )
 
@@ -340,10 +350,13 @@ def _head_layers(config: gpt.GPTConfig) -> float:
     return gpt.flops_per_token(config) / layer - config.num_layers
 
 
-@attention_of_gpus()
 def measure(case: Case) -> dict:
     """Compiles one case and reads its program."""
-    pipe = pipeline(case)
+    with attention_of_gpus(compute_capability="10.0" if case.device == "b200" else "9.0"):
+        return _measure(case, pipeline(case))
+
+
+def _measure(case: Case, pipe: jaxpipe.Pipeline) -> dict:
     num_rows = ROWS * DATA * pipe.schedule.num_microbatches
     batch = {"tokens": jax.ShapeDtypeStruct((num_rows, CONFIG.sequence_length + 1), jnp.int32)}
     start = sum(os.times()[:4])  # of this process and of those that it waits for
@@ -366,7 +379,8 @@ def measure(case: Case) -> dict:
     predicted, matmuls = predicted_bytes(pipe, batch), weight_matmuls(program)
     if case.fp8:
         operands = {dtype for by in matmuls.values() for pair in by for dtype in pair.split(" x ")}
-        assert operands == {"f8e4m3fn", "f8e5m2"}, matmuls
+        others = {"f8e5m2"} if case.fp8 == "tensorwise" else set()
+        assert operands == {"f8e4m3fn"} | others, matmuls
     return {
         "case": str(case),
         "ticks": pipe.table.num_ticks,

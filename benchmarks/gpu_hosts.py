@@ -26,7 +26,7 @@ import jaxpipe
 from benchmarks import modelled_steps
 from benchmarks.kernels import Use
 from benchmarks.roofline import total
-from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, h100s, use_gpu_flags
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, gpus, use_gpu_flags
 from models import gpt
 
 CONFIG = gpt.GPTConfig(
@@ -46,7 +46,7 @@ def main() -> None:
 
 @attention_of_gpus()
 def steps(counts: Sequence[int]) -> None:
-    devices = h100s(HOSTS * GPUS_PER_HOST)
+    devices = gpus("h100", HOSTS * GPUS_PER_HOST)
     in_order = np.asarray(devices, object).reshape(DATA, STAGES)
     for microbatches in counts:
         for name, order in (("within hosts", devices), ("across hosts", in_order)):

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 import jaxpipe
-from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, h100s, use_gpu_flags
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, attention_of_gpus, gpus, use_gpu_flags
 from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
 from models import gpt
 
@@ -75,7 +75,7 @@ def pipeline(config: gpt.GPTConfig, sizes: dict[str, int], *, remat: str = "full
     return jaxpipe.Pipeline(
         gpt.model(config, vocabulary_axis="stage", **axes),
         jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
-        mesh=jaxpipe.make_mesh(**sizes, devices=h100s(count)),
+        mesh=jaxpipe.make_mesh(**sizes, devices=gpus("h100", count)),
         compute_dtype="bfloat16",
         remat=remat,
         **options,

@@ -26,7 +26,7 @@ from benchmarks import harness
 from jaxpipe.planning.without_devices import (
     attention_of_gpus,
     device_bytes,
-    h100s,
+    gpus,
     put_on_host,
     use_gpu_flags,
 )
@@ -52,7 +52,7 @@ def compiled(stage: int, data: int, zero: int, remat: str, *, on_host: str) -> j
         jax.eval_shape(lambda: gpt.init(CONFIG, jax.random.key(0))),
         schedule="1f1b",
         microbatches=MICROBATCHES,
-        mesh=jaxpipe.make_mesh(stage=stage, data=data, devices=h100s(stage * data)),
+        mesh=jaxpipe.make_mesh(stage=stage, data=data, devices=gpus("h100", stage * data)),
         remat=remat,
         zero=zero,
         weights="stacked",

@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.hlo import HloProgram
 from benchmarks.kernels import is_kernel, kernel
 from benchmarks.roofline import Roofline, total
-from jaxpipe.planning.without_devices import attention_of_gpus, h100s, use_gpu_flags
+from jaxpipe.planning.without_devices import attention_of_gpus, gpus, use_gpu_flags
 from models import experts, gpt
 from models.blocks import function_of
 from models.grouped_matmul import Blocks
@@ -136,7 +136,7 @@ def on_this_machine(case: Case) -> dict[str, tuple[float, float]]:
 def for_an_h100(case: Case) -> dict[str, tuple[float, float]]:
     """The same from programs that are compiled for one, at the roofline."""
     found = {}
-    sharding = SingleDeviceSharding(h100s(1)[0])
+    sharding = SingleDeviceSharding(gpus("h100", 1)[0])
     for name, (layer, draw) in layers(case, "bfloat16").items():
         x = jax.ShapeDtypeStruct((1, case.tokens, case.width), jnp.bfloat16, sharding=sharding)
         params = jax.tree.map(

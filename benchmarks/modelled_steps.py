@@ -25,7 +25,7 @@ from benchmarks.hlo import PASSES, HloProgram, Instruction, Scope, layers_of, sc
 from benchmarks.kernels import Use
 from benchmarks.roofline import Roofline, Spent, known_trips, scaled, total
 from jaxpipe.planning.devices import DEVICES
-from jaxpipe.planning.without_devices import GPUS_PER_HOST, device_bytes, h100s
+from jaxpipe.planning.without_devices import GPUS_PER_HOST, device_bytes, gpus
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
 from jaxpipe.runtime.memory import compiled
 from jaxpipe.schedule.actions import Kind
@@ -68,7 +68,7 @@ def plain_layer(remat: str) -> Spent:
     def microbatch(num_layers: int) -> Spent:
         config = dataclasses.replace(CONFIG, num_layers=num_layers)
         tokens = (16, ROWS, CONFIG.sequence_length + 1)
-        step = plain_steps.plain_step(config, remat, h100s(1)[0], tokens)
+        step = plain_steps.plain_step(config, remat, gpus("h100", 1)[0], tokens)
         roofline = Roofline(HloProgram(step.as_text()), weight_shapes(num_layers))
         (loop,) = roofline.program.loops(roofline.program.entry)
         return roofline.body(loop.calls["body"])
@@ -93,7 +93,7 @@ def _sharded_step(hosts: int, num_layers: int, rows: int, remat: str) -> Rival:
     def compiled_step(layers: int) -> Rival:
         config = dataclasses.replace(CONFIG, num_layers=layers)
         tokens = (rows // ROWS // gpus, ROWS * gpus, CONFIG.sequence_length + 1)
-        step = plain_steps.sharded_step(config, remat, h100s(gpus), tokens)
+        step = plain_steps.sharded_step(config, remat, gpus("h100", gpus), tokens)
         roofline = Roofline(HloProgram(step.as_text()), weight_shapes(layers))
         return Rival(roofline.body(roofline.program.entry), device_bytes(step))
 

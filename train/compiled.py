@@ -30,7 +30,7 @@ def main(config: str, device: str) -> None:
 
     Args:
       config: a configuration.
-      device: h100, or cpu for simulated devices.
+      device: h100, b200, or cpu for simulated devices.
     """
     jax.config.update("jax_platforms", "cpu")  # also where there are GPUs
     parsed = command_line.parse(["--config", config]).config
@@ -42,8 +42,10 @@ def main(config: str, device: str) -> None:
         devices = None
     else:
         without_devices.use_gpu_flags()
-        devices = without_devices.h100s(count)
-        attention = without_devices.attention_of_gpus()
+        blackwell = device == "b200"
+        devices = without_devices.gpus("b200" if blackwell else "h100", count)
+        capability = "10.0" if blackwell else "9.0"
+        attention = without_devices.attention_of_gpus(compute_capability=capability)
     with attention:
         setup = Setup(parsed, devices=devices)
         began = time.perf_counter()

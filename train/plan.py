@@ -232,7 +232,7 @@ class Planned:
         pipeline = {"sequence_slices": case.slices}
         config = _changed(self._sharing(*case.mesh), {"pipeline": pipeline})
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
-        with attention_of_gpus(hopper=False):
+        with attention_of_gpus(compute_capability="8.0"):
             axes = config.mesh.shared_axes()
             task = tasks.make(config)
             pipe = self._pipeline(task, config, case.remat, stage=1, data=case.expert, **axes)
@@ -260,6 +260,7 @@ class Planned:
             remat=remat,
             trainable=pipeline_section.trainable(config),
             fp8=fp8.split(",") if (fp8 := self.config.pipeline.fp8) else (),
+            fp8_recipe=self.config.pipeline.fp8_recipe,
             states=self._states,
         )
 
@@ -357,7 +358,8 @@ def read(path: Path) -> Planned:
     # Planning chooses anew the sections that say how the model lies on devices.
     config = parsed.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
     # A named schedule, since the default one is searched for.
-    pipeline = {"fp8": parsed.config.pipeline.fp8, "schedule": "1f1b"}
+    fp8 = {name: parsed.config.pipeline[name] for name in ("fp8", "fp8_recipe")}
+    pipeline = fp8 | {"schedule": "1f1b"}
     config = _changed(config, {"pipeline": pipeline})
     wrong = checks.check(config, writes=False, reads=False)
     messages = [failure.message for failure in (*parsed.failures, *wrong) if _matters(failure)]

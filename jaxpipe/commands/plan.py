@@ -73,7 +73,8 @@ def plan(
       out: file for the best plan, as a configuration.
       measure: number of best plans to compile without devices, which takes half a minute to minutes
         each. The compiler's figures then replace the predicted memory, and plans over the limit
-        are ruled out; times remain predictions. h100 and h200 need jax's CUDA plugin, cpu nothing.
+        are ruled out; times remain predictions. h100, h200 and b200 need jax's CUDA plugin, cpu
+        nothing.
       write_sizes: file for what the model computes and keeps, to be read by --sizes.
     """
     refuse(

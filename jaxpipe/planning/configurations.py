@@ -16,7 +16,7 @@ from jaxpipe.schedule.simulate import Costs
 
 GROUP = "jaxpipe.configurations"
 """The group of entry points."""
-COMPILED_FOR = ("h100", "h200", "cpu")
+COMPILED_FOR = ("h100", "h200", "b200", "cpu")
 """Devices for which programs are compiled where there are none; an H200 computes as an H100."""
 
 

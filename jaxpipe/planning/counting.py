@@ -145,7 +145,7 @@ def model_sizes(
     """
     params, batch, states, rng = shapes_of((params, batch, states, rng))
     leaves, rows = jax.tree.leaves(params), jax.tree.leaves(batch)
-    with attention_of_gpus(hopper=False):
+    with attention_of_gpus(compute_capability="8.0"):
         pipe = Pipeline(
             *(model.in_pairs(), params),
             schedule=catalog.build("1f1b", stages=1, microbatches=1),

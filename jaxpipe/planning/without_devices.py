@@ -1,6 +1,6 @@
 """Traces and compiles for GPUs that are not there: what a program takes, without running it.
 
-XLA compiles for H100s that a file describes (``h100.txtpb``), as far as it can without measuring:
+XLA compiles for GPUs that files describe (``h100.txtpb``), as far as it can without measuring:
 kernels are not tuned, and nothing here says how fast they are. It needs jax's plugin and compiler
 for CUDA, and cuDNN where a model uses its attention, but no GPU: `make gpu-environment` installs
 them beside a clone.
@@ -22,7 +22,6 @@ from jaxpipe import gpu_flags
 from jaxpipe.runtime.memory import bytes_beside_arguments
 from jaxpipe.schedule.problems import Problem, refuse
 
-_TARGET = Path(__file__).parent / "h100.txtpb"
 _PROCESSORS = 132
 """Streaming multiprocessors of an H100 SXM (data sheet); jax's Pallas kernels ask for them."""
 _CUDNN = 91100
@@ -43,10 +42,11 @@ def use_gpu_flags() -> None:
     os.environ["XLA_FLAGS"] = variables.get("XLA_FLAGS", "")
 
 
-def h100s(count: int) -> Sequence[jax.Device]:
-    """H100s in hosts of 8, for `jaxpipe.make_mesh` and for compiling; they run nothing.
+def gpus(kind: str, count: int) -> Sequence[jax.Device]:
+    """GPUs in hosts of 8, for `jaxpipe.make_mesh` and for compiling; they run nothing.
 
     Args:
+      kind: "h100" or "b200".
       count: how many, fewer than 8 or whole hosts.
 
     Raises:
@@ -60,7 +60,7 @@ def h100s(count: int) -> Sequence[jax.Device]:
         found = topologies.get_topology_desc(
             platform="cuda",
             topology=f"1x{count // per_host}x{per_host}",
-            target_config=_TARGET.read_text("utf-8"),
+            target_config=(Path(__file__).parent / f"{kind}.txtpb").read_text("utf-8"),
         )
     except (NotImplementedError, RuntimeError, ValueError) as error:
         rule = f"cannot be compiled for here ({error})"
@@ -68,17 +68,17 @@ def h100s(count: int) -> Sequence[jax.Device]:
             "It needs jax-cuda12-plugin of jax's version, nvidia-cuda-nvcc-cu12 and "
             "nvidia-cudnn-cu12, and no GPU; in a clone, `make gpu-environment` installs them."
         )
-        refuse([Problem("device", "h100", rule, note=note)])
+        refuse([Problem("device", kind, rule, note=note)])
     return found.devices
 
 
 @contextlib.contextmanager
-def attention_of_gpus(*, hopper: bool = True) -> Iterator[None]:
-    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention and,
-    with ``hopper``, kernels for Hopper.
+def attention_of_gpus(*, compute_capability: str = "9.0") -> Iterator[None]:
+    """Models that ask jax whether they run on GPUs are told so, and have cuDNN's attention and
+    kernels for GPUs of a compute capability: "9.0" is Hopper, "10.0" Blackwell.
 
-    These take jax seconds to trace. What only counts needs none of them: they are operations of
-    their own, which state their FLOPs whatever computes them.
+    Kernels for Hopper take jax seconds to trace. What only counts needs none of them: they are
+    operations of their own, which state their FLOPs whatever computes them.
 
     Both jax and the models choose them when a program is traced, by the devices of this process;
     jax has no way to say that a program is traced for others. So its answers are replaced while it
@@ -90,7 +90,7 @@ def attention_of_gpus(*, hopper: bool = True) -> Iterator[None]:
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(device, "core_count", _PROCESSORS, create=True),
-        mock.patch.object(device, "compute_capability", "9.0" if hopper else "8.0", create=True),
+        mock.patch.object(device, "compute_capability", compute_capability, create=True),
         mock.patch.object(cudnn, "check_cudnn_version", return_value=_CUDNN),
         mock.patch.object(cudnn, "check_compute_capability", return_value=True),
     ):

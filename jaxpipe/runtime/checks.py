@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxpipe.runtime import filters
-from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model, misfits
 from jaxpipe.runtime.layout import splits
@@ -244,7 +243,7 @@ def _precision(params: Params, options: Options) -> Iterator[Problem | str]:
             unknown += filters.problems(name, chosen, layers)
     yield from unknown
     if options.fp8 != () and not unknown:
-        yield from _of_fp8(options.fp8, excepted, layers)
+        yield from _of_fp8(options, layers)
 
 
 def _of_compute_dtype(dtype: DTypeLike, layers: Shapes) -> Iterator[Problem]:
@@ -264,15 +263,11 @@ def _of_compute_dtype(dtype: DTypeLike, layers: Shapes) -> Iterator[Problem]:
         yield Problem("compute_dtype", str(narrow), rule, (None,))
 
 
-def _of_fp8(chosen: Filter, excepted: Filter, layers: Shapes) -> Iterator[Problem | str]:
+def _of_fp8(options: Options, layers: Shapes) -> Iterator[Problem | str]:
     named = [(filters.name_of(path), leaf) for path, leaf in jax.tree.leaves_with_path(layers)]
-    quantized = [
-        (name, leaf)
-        for name, leaf in named
-        if filters.is_chosen(name, leaf, chosen) and not filters.is_chosen(name, leaf, excepted)
-    ]
+    quantized = [(name, leaf) for name, leaf in named if options.quantizes(name, leaf)]
     if not quantized:
-        yield Problem("fp8", chosen, "chooses no weight", ((),))
+        yield Problem("fp8", options.fp8, "chooses no weight", ((),))
     for name, leaf in quantized:
         if not is_wider(leaf, E4M3):
             yield f"fp8 chooses {name}, which is {describe(leaf)}; only wider floats are quantized."

@@ -1,4 +1,4 @@
-"""Tensors in 8-bit floats, each with a scale (Micikevicius et al. 2022, FP8 formats, section 3).
+"""Tensors in 8-bit floats, with scales (Micikevicius et al. 2022, FP8 formats, section 3).
 
 Scales are powers of two, so that multiplying by them rounds nothing. They are current: found from
 the tensor itself, not from earlier steps, so that there is no state to keep.
@@ -15,6 +15,8 @@ E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 """Dtype of weights and activations: 3 bits of mantissa, at most 448."""
 E5M2 = jnp.dtype(jnp.float8_e5m2)
 """Dtype of gradients at a matmul's output: 2 bits of mantissa, at most 57344."""
+BLOCK = 32
+"""Values that share a scale in MXFP8 (OCP Microscaling Formats 1.0, table 1)."""
 _SMALLEST = 2.0**-100
 """Scales are made for values of this size at least: a product of two scales is a float32."""
 
@@ -24,7 +26,7 @@ class Quantized(NamedTuple):
 
     Args:
       values: `E4M3` or `E5M2`.
-      scale: float32 scalar.
+      scale: float32 scalar; or one power of two in 8 bits for each `BLOCK` of the last dimension.
     """
 
     values: jax.Array
@@ -58,3 +60,17 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
     """
     scale = scale_for(jnp.abs(x).max(), dtype)
     return Quantized(rounded_to(x, dtype, scale), scale)
+
+
+def quantize_blocks(x: jax.Array) -> Quantized:
+    """Quantizes a tensor to `E4M3` with a scale for each `BLOCK` of its last dimension (MXFP8).
+
+    Example:
+      >>> values, scale = quantize_blocks(jnp.array([[0.1] * 32 + [-1000.0] * 32]))
+      >>> values.dtype.name, scale.astype("float32").tolist()
+      ('float8_e4m3fn', [[0.00048828125, 4.0]])
+    """
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    scale = scale_for(jnp.abs(blocks).max(-1), E4M3)
+    values = rounded_to(blocks, E4M3, scale).reshape(x.shape)
+    return Quantized(values, scale.astype(jnp.float8_e8m0fnu))

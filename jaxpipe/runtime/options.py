@@ -18,6 +18,7 @@ from jaxpipe.runtime import defaults, filters, host
 from jaxpipe.runtime.filters import Filter
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.quantized import RECIPES
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, chosen_remat
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.splits import read_splits
@@ -45,10 +46,13 @@ class Options:
         weight once, and all-gathers it in this dtype. Layers see the rounded weights in the
         parameters' own dtype, which gradients and updates keep.
       fp8: weights of layers whose matmuls run in 8-bit floats, chosen as by ``trainable``, such as
-        "*kernel". Layers may only multiply by these weights, and are unrolled if they differ. A
-        step quantizes and all-gathers them in E4M3, whatever ``compute_dtype`` is.
-        Activations are quantized to E4M3, and gradients at a matmul's output to E5M2, each scaled
-        by its largest value.
+        "*kernel". Layers may only multiply by these weights, and are unrolled if they differ.
+      fp8_recipe: the scales of these matmuls. "tensorwise" scales each tensor by its largest value:
+        a step quantizes and all-gathers weights in E4M3, whatever ``compute_dtype`` is, activations
+        are quantized to E4M3, and gradients at a matmul's output to E5M2. "mxfp8" scales each 32
+        values that are summed up, all in E4M3; weights are all-gathered in ``compute_dtype`` and
+        quantized where they are read. It needs GPUs of Blackwell, whose matmuls take such scales,
+        or CPUs, for tests.
       full_precision: parameters of layers that are neither rounded nor quantized, chosen as by
         ``trainable``, such as "*norm*". Layers that differ are unrolled.
       remat: the values that a layer keeps for its backward: all but sums and products of others
@@ -81,6 +85,7 @@ class Options:
     trainable: Filter | None = None
     compute_dtype: DTypeLike | None = None
     fp8: Filter = ()
+    fp8_recipe: str = "tensorwise"
     full_precision: Filter = ()
     remat: str = "auto"
     zero: Zero = Zero.NOTHING
@@ -96,6 +101,7 @@ class Options:
         if self.remat not in ("auto", *REMAT_POLICIES):
             rule = f"is not a policy; choose one of {', '.join(REMAT_POLICIES)}"
             yield Problem("remat", self.remat, rule)
+        yield from self._recipe_problems(mesh)
         if not is_number(self.zero):
             yield Problem("zero", self.zero, "is not a level", (0, 1, 2, 3))
         elif self.zero not in (0, 1, 2, 3):
@@ -115,17 +121,41 @@ class Options:
         if self.pair_layers not in (None, True, False):
             yield Problem("pair_layers", self.pair_layers, "is not a choice", (None, True, False))
 
+    def _recipe_problems(self, mesh: Mesh) -> Iterator[Problem]:
+        if self.fp8_recipe not in RECIPES:
+            rule = f"is not a recipe; choose one of {', '.join(RECIPES)}"
+            yield Problem("fp8_recipe", self.fp8_recipe, rule)
+        elif self.fp8_recipe == "mxfp8":
+            device = mesh.devices.flat[0]
+            capability = getattr(device, "compute_capability", "0")
+            if self.fp8 == ():
+                rule = "needs weights to quantize: choose them by fp8"
+                yield Problem("fp8_recipe", self.fp8_recipe, rule, ({"fp8": "*kernel"},))
+            elif device.platform != "cpu" and float(capability) < 10:
+                rule = f"needs GPUs of Blackwell or newer, and this is a {device.device_kind}"
+                yield Problem("fp8_recipe", self.fp8_recipe, rule, ("tensorwise",))
+
     @property
     def narrows(self) -> bool:
         """Whether layers read some weights in narrower dtypes than those of the parameters."""
-        return self.compute_dtype is not None or self.fp8 != ()
+        return self.compute_dtype is not None or self.stores_fp8
+
+    @property
+    def stores_fp8(self) -> bool:
+        """Whether a step keeps and gathers chosen weights in 8 bits, with their scales."""
+        return self.fp8 != () and self.fp8_recipe == "tensorwise"
+
+    def quantizes(self, path: str, leaf: jax.ShapeDtypeStruct) -> bool:
+        """Whether matmuls of a parameter of layers run in 8-bit floats."""
+        excepted = filters.is_chosen(path, leaf, self.full_precision)
+        return not excepted and filters.is_chosen(path, leaf, self.fp8)
 
     def dtype_of(self, path: str, leaf: jax.ShapeDtypeStruct) -> jnp.dtype:
         """The dtype in which layers read a parameter of theirs; those in `E4M3` have scales."""
+        if self.stores_fp8 and self.quantizes(path, leaf):
+            return E4M3
         if filters.is_chosen(path, leaf, self.full_precision):
             return leaf.dtype
-        if filters.is_chosen(path, leaf, self.fp8):
-            return E4M3
         narrow = leaf.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
         return narrow if is_wider(leaf, narrow) else leaf.dtype
 
@@ -214,6 +244,7 @@ class Arguments(TypedDict, total=False):
     trainable: Filter | None
     compute_dtype: DTypeLike | None
     fp8: Filter
+    fp8_recipe: str
     full_precision: Filter
     remat: str
     zero: int

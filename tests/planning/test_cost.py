@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,23 +72,21 @@ def pipeline(config, schedule, *, data=1, tensor=1, expert=1, **options) -> jaxp
 
 
 @functools.cache
-def counted(
-    config: GPTConfig, variant: Variant, *, gpus: bool = False, fp8: tuple[str, ...] = ()
-) -> Sizes:
+def counted(config: GPTConfig, variant: Variant, *, gpus: bool = False, **precision: Any) -> Sizes:
     schedule = jaxpipe.schedules.build("1f1b", stages=1, microbatches=2, slices=variant.slices)
     devices = {"data": variant.expert, "expert": variant.expert, "tensor": variant.tensor}
     with without_devices.attention_of_gpus() if gpus else contextlib.nullcontext():
-        pipe = pipeline(config, schedule, **devices, remat=variant.remat, fp8=fp8)
+        pipe = pipeline(config, schedule, **devices, remat=variant.remat, **precision)
         rows, remats = functools.partial(batch, config), (variant.remat,)
         return counting.sizes(pipe, rows, compute_bytes=2, remats=remats)[variant.remat]
 
 
 def placed(
-    config: GPTConfig, *, gpus=False, fp8=(), link="nvlink:8,ib:400", **changes
+    config: GPTConfig, *, gpus=False, fp8=(), recipe="tensorwise", link="nvlink:8,ib:400", **changes
 ) -> PlacedPlan:
     plan = PLAN._replace(**changes)
     variant = Variant(plan.context, plan.tensor, plan.remat, plan.expert, plan.slices)
-    found = {variant: counted(config, variant, gpus=gpus, fp8=fp8)}
+    found = {variant: counted(config, variant, gpus=gpus, fp8=fp8, fp8_recipe=recipe)}
     length = config.sequence_length
     model = ModelSizes("test", length, 4, 2, 2, 64, 8 * length, found)
     return PlacedPlan(plan, model, devices.cluster("h100", plan.stage * plan.data, link=link))
@@ -145,13 +144,14 @@ def test_devices_that_share_a_layer_share_its_work():
     assert not one.f.collectives
 
 
-def test_matmuls_in_8_bits_are_as_many_and_as_fast_as_measured_alone():
-    wide, narrow = layer_of(SMALL), layer_of(SMALL, fp8=KERNELS)
-    assert narrow.quantized == kernels_per_layer(SMALL)
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_matmuls_in_8_bits_are_as_many_and_as_fast_as_measured_alone(recipe):
+    wide, narrow = layer_of(SMALL), layer_of(SMALL, fp8=KERNELS, recipe=recipe)
+    assert narrow.quantized == (kernels_per_layer(SMALL) if recipe == "tensorwise" else 0)
     for of_16, of_8 in zip(wide.passes, narrow.passes, strict=True):
         assert of_16.flops(3) == of_8.flops(3)
         quantized = [kernel for kernel in of_8.kernels if kernel.kind == "fp8"]
-        assert sum(k.flops.at(3) for k in quantized) == 2 * narrow.quantized * 3 * 32
+        assert sum(k.flops.at(3) for k in quantized) == 2 * kernels_per_layer(SMALL) * 3 * 32
         assert not any(kernel.kind == "fp8" for kernel in of_16.kernels)
     for name, speed in (("h100", 1402.6 / 794.5), ("a100", 1)):
         kernel, cluster = Kernel(Linear(1e15, 0), Linear(0, 0), "matmul"), devices.cluster(name, 8)

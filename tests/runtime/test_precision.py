@@ -390,3 +390,95 @@ def test_what_is_read_otherwise_is_refused():
     pipe = float8(fp8="*")
     with pytest.raises(ValueError, match="fp8 chooses layers/bias, which is read by 'add'"):
         jax.eval_shape(pipe.value_and_grad, pipe.placed_params, TIED.batch(16))
+
+
+# MXFP8: 32 values of each sum share a scale, so that both matmuls of an operand round it.
+
+
+def in_blocks(x, dim):
+    """Rounds each 32 values along a dimension like a tensor of their own."""
+    rows = jnp.moveaxis(x, dim, -1)
+    blocks = rows.reshape(-1, 32)
+    rounded = jax.vmap(functools.partial(quantized, dtype=jnp.float8_e4m3fn))(blocks)
+    return jnp.moveaxis(rounded.reshape(rows.shape), -1, dim)
+
+
+@jax.custom_vjp
+def block_matmul(x, w):
+    return in_blocks(x, -1) @ in_blocks(w, 0)
+
+
+def block_backward(kept, dy):
+    (x, w), tokens = kept, dy.size // dy.shape[-1]
+    dw = in_blocks(x.reshape(tokens, -1), 0).T @ in_blocks(dy.reshape(tokens, -1), 0)
+    return in_blocks(dy, -1) @ in_blocks(w, 1).T, dw
+
+
+block_matmul.defvjp(lambda x, w: (block_matmul(x, w), (x, w)), block_backward)
+
+
+def distance(a, b):
+    """The distance of two arrays relative to the second."""
+    return float(jnp.linalg.norm(jnp.ravel(a - b)) / jnp.linalg.norm(jnp.ravel(b)))
+
+
+def wide_toy():
+    """A model whose sums are 64 and 96 features, and 32 tokens or multiples of them."""
+    draw = np.random.default_rng(0).normal
+    layers = {"up": 0.2 * draw(size=(5, 64, 96)), "down": 0.2 * draw(size=(5, 96, 64))}
+    params = {"embed": np.ones(64), "layers": layers | {"bias": np.full((5, 96), 0.1)}, "head": {}}
+    batch = {"x": draw(size=(16, 16, 64)), "y": draw(size=(16, 16, 64))}
+    model = jaxpipe.Model(
+        embed=lambda outer, batch, rng: batch["x"] * outer["embed"],
+        layer=functools.partial(layer, matmul=jnp.matmul),
+        head_loss=lambda outer, x, batch, rng: jnp.mean((x - batch["y"]) ** 2),
+    )
+    return model, *jax.tree.map(np.float32, (params, batch))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero", "remat"),
+    some(
+        [("1f1b", 0, "none"), ("zb-v", 2, "dots"), ("interleaved-fused", 3, "full")],
+        ("zb-v", 3, "dots"),
+    ),
+)
+def test_a_step_in_mxfp8_is_that_of_layers_that_quantize(schedule, zero, remat):
+    model, params, batch = wide_toy()
+    by_hand = dataclasses.replace(model, layer=functools.partial(layer, matmul=block_matmul))
+    expected = jaxpipe.unpipelined.value_and_grad(
+        by_hand, params, batch, num_microbatches=4, data_shards=2
+    )
+    pipe = jaxpipe.Pipeline(
+        model,
+        params,
+        schedule=schedule,
+        microbatches=4,
+        mesh=jaxpipe.make_mesh(**toys.ON_DATA),
+        zero=zero,
+        remat=remat,
+        fp8=["*up", "*down"],
+        fp8_recipe="mxfp8",
+    )
+    loss, gradients = jax.jit(pipe.value_and_grad)(pipe.place(params), batch)
+    found = loss, pipe.unplace(gradients)
+    # Sums in another order may round one value of 200,000 to its other neighbour.
+    assert max(map(distance, *map(jax.tree.leaves, (found, expected)))) < 1e-4
+    plain = jaxpipe.unpipelined.value_and_grad(
+        model, params, batch, num_microbatches=4, data_shards=2
+    )
+    assert min(map(distance, *map(jax.tree.leaves, (plain[1], expected[1])))) > 5e-3
+    if remat != "full":
+        kept = {leaf.dtype.name for leaf in jax.tree.leaves(buffers(pipe, batch)["until_w"])}
+        assert kept == {"float8_e4m3fn", "float8_e8m0fnu"}
+
+
+def test_mxfp8_refuses_sums_that_blocks_do_not_divide():
+    model, params, batch = wide_toy()
+    batch = jax.tree.map(lambda x: x[:, :15], batch)
+    pipe = jaxpipe.Pipeline(
+        model, params, schedule="1f1b", microbatches=4, mesh=jaxpipe.make_mesh(stage=2, data=2),
+        fp8=["*up", "*down"], fp8_recipe="mxfp8",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"float32\[2,15,96\] sums over 30, which"):
+        jax.eval_shape(pipe.value_and_grad, pipe.place(params), batch)

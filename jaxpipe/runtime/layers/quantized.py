@@ -1,29 +1,37 @@
 """Matmuls of chosen weights in 8-bit floats, in a layer's forward and backward as traced.
 
 A matmul of a chosen weight is a ``dot_general`` that reads it (in F and B), or whose result is its
-gradient (in W). Each is computed from operands of 8 bits, and accumulated in float32: the weight
-comes quantized, other operands are quantized as they are read, those that depend on the cotangent
-to E5M2 and all others to E4M3. An operand is quantized once: B and W share the cotangent, and F
-keeps for W what it has multiplied, in 8 bits.
+gradient (in W). Each is computed from operands of 8 bits, and accumulated in float32. There are two
+recipes:
 
-Any layer is rewritten like this, whoever wrote its derivatives, since only primitives are left when
-it is cut into F, B and W.
+- "tensorwise" scales each tensor by its largest value. The weight comes quantized, other operands
+  are quantized as they are read, those that depend on the cotangent to E5M2 and all others to E4M3.
+  An operand is quantized once: B and W share the cotangent.
+- "mxfp8" scales each 32 values along the dimension that a matmul sums over (OCP Microscaling
+  Formats, section 5.1), all in E4M3. So an operand of two matmuls is quantized for each of them.
+
+F keeps for W what W multiplies, in 8 bits. Any layer is rewritten like this, whoever wrote its
+derivatives, since only primitives are left when it is cut into F, B and W.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import abc
+import functools
+import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
 
-from jaxpipe.runtime.float8 import E4M3, E5M2, Quantized, quantize
+from jaxpipe.runtime.float8 import BLOCK, E4M3, E5M2, Quantized, quantize, quantize_blocks
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import FORMS, Atom, Env, Eqn, Eqns, Vars
 from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.problems import refuse
 
+RECIPES = "tensorwise", "mxfp8"
 _SUMS = {"add", "add_any", "pad"}
 """Primitives that put a gradient together, beside forms."""
 
@@ -36,6 +44,7 @@ def quantize_matmuls(
     num_outputs: int,
     num_x: int,
     num_dy: int,
+    recipe: str,
 ) -> ClosedJaxpr:
     """Rewrites the matmuls of chosen weights in a layer's flat forward and backward.
 
@@ -44,13 +53,15 @@ def quantize_matmuls(
       names: the names of chosen weights, None for other parameters.
       trained: numbers of the parameters that have gradients.
       num_outputs, num_x, num_dy: how many arrays outputs, dx and dy are.
+      recipe: "tensorwise" or "mxfp8".
 
     Returns:
-      A program that takes chosen weights in E4M3, and behind the parameters the list of their
-      scales; some residuals it returns also quantized, behind the others.
+      A program that returns some residuals also quantized, behind the others. With "tensorwise" it
+      takes chosen weights in E4M3, and behind the parameters the list of their scales.
 
     Raises:
-      ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise.
+      ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise, or a
+        matmul that sums over no multiple of 32 values with "mxfp8".
     """
     inputs, results, eqns = program.jaxpr.invars, program.jaxpr.outvars, program.jaxpr.eqns
     count, gradients = len(names), len(results) - num_x - len(trained)
@@ -62,28 +73,67 @@ def quantize_matmuls(
     for n, gradient in zip(trained, results[gradients + num_x :], strict=True):
         if (name := names[n]) is not None:
             matmuls |= _makers(eqns, gradient, name)
-    operands = {v for eqn in backward if id(eqn) in matmuls for v in eqn.invars}
-    residuals = dict.fromkeys(filter(jaxprs.is_var, results[num_outputs:gradients]))
+    residuals = set(filter(jaxprs.is_var, results[num_outputs:gradients]))
+    kept_for = [
+        (eqn, side)
+        for eqn in backward
+        if id(eqn) in matmuls
+        for side, v in enumerate(eqn.invars)
+        if v in residuals and v not in weights
+    ]
     late = jaxprs.reachable(eqns, dy)
+    if recipe == "mxfp8":
+        refuse(list(dict.fromkeys(_uneven(eqns, matmuls))))
 
     def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
         env = jaxprs.consts(program) | dict(zip(inputs, [*params, *rest], strict=True))
-        pairs = {v: Quantized(env[v], scale) for v, scale in zip(chosen, scales, strict=True)}
-        env |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
-        values = _Values(env, pairs, matmuls, set(weights), late)
+        values: _Values
+        if recipe == "mxfp8":
+            values = _Blocks(env, matmuls)
+        else:
+            pairs = {v: Quantized(env[v], scale) for v, scale in zip(chosen, scales, strict=True)}
+            env |= {v: pair.widened(v.aval.dtype) for v, pair in pairs.items()}
+            values = _Tensors(env, matmuls, pairs, set(weights), late)
         values.evaluate(forward)
-        kept = [values.quantized(v) for v in residuals if v in weights or v in operands]
+        kept = [values.operand(eqn, side) for eqn, side in kept_for]
         values.evaluate(backward)
         found = jaxprs.values(results, env)
         return [*found[:gradients], *jax.tree.leaves(kept), *found[gradients:]]
 
     shapes, scale = jaxprs.shapes_of_variables(inputs), jax.ShapeDtypeStruct((), jnp.float32)
-    params = [w.update(dtype=E4M3) if names[n] else w for n, w in enumerate(shapes[:count])]
-    return jaxprs.flatten(jax.make_jaxpr(run)(params, [scale] * len(chosen), shapes[count:]))
+    params, scales = list(shapes[:count]), list[Tree]()
+    if recipe == "tensorwise":
+        params = [w.update(dtype=E4M3) if names[n] else w for n, w in enumerate(params)]
+        scales = [scale] * len(chosen)
+    return jaxprs.flatten(jax.make_jaxpr(run)(params, scales, shapes[count:]))
 
 
-class _Values(NamedTuple):
-    """Values of a program's variables, with some matmuls quantized.
+class _Values(abc.ABC):
+    """Values of a program's variables, with some matmuls quantized."""
+
+    def __init__(self, env: Env, matmuls: set[int]) -> None:
+        self.env, self.matmuls = env, matmuls
+
+    @abc.abstractmethod
+    def operand(self, eqn: Eqn, side: int) -> Quantized:
+        """An operand of a matmul in 8 bits, made once."""
+
+    @abc.abstractmethod
+    def product(self, eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
+        """The result of a matmul in its dtype."""
+
+    def evaluate(self, eqns: Eqns) -> None:
+        """Adds the results of equations."""
+        for eqn in eqns:
+            if id(eqn) in self.matmuls:
+                outs = [self.product(eqn, self.operand(eqn, 0), self.operand(eqn, 1))]
+            else:
+                outs = jaxprs.bind(eqn, jaxprs.values(eqn.invars, self.env))
+            self.env.update(zip(eqn.outvars, outs, strict=True))
+
+
+class _Tensors(_Values):
+    """One scale per tensor.
 
     Args:
       pairs: operands that are quantized already; more are added.
@@ -91,20 +141,30 @@ class _Values(NamedTuple):
       late: variables that depend on a cotangent.
     """
 
-    env: Env
-    pairs: dict[Atom, Quantized]
-    matmuls: set[int]
-    weights: Vars
-    late: Vars
+    def __init__(
+        self, env: Env, matmuls: set[int], pairs: dict[Atom, Quantized], weights: Vars, late: Vars
+    ) -> None:
+        super().__init__(env, matmuls)
+        self.pairs, self.weights, self.late = pairs, weights, late
 
-    def quantized(self, var: Atom) -> Quantized:
-        """A value in 8 bits, made once."""
+    def operand(self, eqn: Eqn, side: int) -> Quantized:
+        var = eqn.invars[side]
         if var not in self.pairs:
             self.pairs[var] = quantize(self.env[var], E5M2 if var in self.late else E4M3)
         return self.pairs[var]
 
+    def product(self, eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
+        """Rounded before it is scaled, a product is the same as rounded after, and cuBLAS does
+        both; float16 alone may have no room for what is not scaled."""
+        dtype = eqn.outvars[0].aval.dtype
+        wide = jnp.promote_types(dtype, jnp.bfloat16)
+        product = lax.dot_general(
+            a.values, b.values, eqn.params["dimension_numbers"], preferred_element_type=wide
+        )
+        return (product * (a.scale * b.scale).astype(wide)).astype(dtype)
+
     def evaluate(self, eqns: Eqns) -> None:
-        """Adds the results of equations."""
+        """Adds the results of equations, and the forms of weights also in 8 bits."""
         for eqn in eqns:
             if not self.weights.isdisjoint(eqn.outvars):
                 values, scale = self.pairs[eqn.invars[0]]
@@ -112,22 +172,59 @@ class _Values(NamedTuple):
                 formed = [values] if is_cast else jaxprs.bind(eqn, [values])
                 pairs = {v: Quantized(w, scale) for v, w in zip(eqn.outvars, formed, strict=True)}
                 self.pairs.update(pairs)
-            if id(eqn) in self.matmuls:
-                outs = [_product(eqn, *map(self.quantized, eqn.invars))]
-            else:
-                outs = jaxprs.bind(eqn, jaxprs.values(eqn.invars, self.env))
-            self.env.update(zip(eqn.outvars, outs, strict=True))
+            super().evaluate([eqn])
 
 
-def _product(eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
-    """A matmul's result. Rounded before it is scaled, it is the same as rounded after, and cuBLAS
-    does both; float16 alone may have no room for what is not scaled."""
-    dtype = eqn.outvars[0].aval.dtype
-    wide = jnp.promote_types(dtype, jnp.bfloat16)
-    product = lax.dot_general(
-        a.values, b.values, eqn.params["dimension_numbers"], preferred_element_type=wide
+class _Blocks(_Values):
+    """A scale for each block of values that a matmul sums over."""
+
+    def __init__(self, env: Env, matmuls: set[int]) -> None:
+        super().__init__(env, matmuls)
+        self.pairs: dict[tuple[Atom, tuple[int, ...], tuple[int, ...]], Quantized] = {}
+
+    def operand(self, eqn: Eqn, side: int) -> Quantized:
+        """An operand as ``[batch, row, summed]``: a matmul for each batch, and a row for each row
+        or column of its result."""
+        contracted, batch = (pair[side] for pair in eqn.params["dimension_numbers"])
+        var = eqn.invars[side]
+        key = var, tuple(contracted), tuple(batch)
+        if key not in self.pairs:
+            rows = [d for d in range(var.aval.ndim) if d not in (*contracted, *batch)]
+            x = lax.transpose(self.env[var], (*batch, *rows, *contracted))
+            sizes = (
+                math.prod(var.aval.shape[d] for d in dims) for dims in (batch, rows, contracted)
+            )
+            self.pairs[key] = quantize_blocks(x.reshape(tuple(sizes)))
+        return self.pairs[key]
+
+    def product(self, eqn: Eqn, a: Quantized, b: Quantized) -> jax.Array:
+        result = eqn.outvars[0].aval
+        flops = 2.0 * result.size * a.values.shape[-1]
+        wide = jnp.promote_types(result.dtype, jnp.bfloat16)
+        product = _block_product(*a, *b, dtype=wide, flops=flops)
+        return product.reshape(result.shape).astype(result.dtype)
+
+
+@functools.partial(lax.composite, name="jaxpipe.mxfp8_matmul")
+def _block_product(
+    a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array, /, *, dtype: DTypeLike,
+    flops: float,
+) -> jax.Array:  # fmt: skip
+    """Multiplies rows by rows: by cuDNN's kernel for Blackwell on GPUs.
+
+    XLA's own operation, `jax.lax.scaled_dot`, compiles for no more than one GPU in JAX 0.10.
+    """
+    del flops
+    if jax.default_backend() == "gpu":
+        return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=dtype)
+    return lax.scaled_dot(
+        a,
+        b,
+        lhs_scale=a_scale,
+        rhs_scale=b_scale,
+        dimension_numbers=(((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=dtype,
     )
-    return (product * (a.scale * b.scale).astype(wide)).astype(dtype)
 
 
 def _matmuls(eqns: Eqns, weights: dict[Atom, str]) -> set[int]:
@@ -162,6 +259,21 @@ def _makers(eqns: Eqns, gradient: Atom, name: str) -> set[int]:
         else:
             refuse([_unfit(name, "has a gradient made by", eqn)])
     return found
+
+
+def _uneven(eqns: Eqns, matmuls: set[int]) -> Iterator[str]:
+    """Says which matmuls sum over values that blocks do not divide."""
+    for eqn in eqns:
+        if id(eqn) in matmuls:
+            a, b = (v.aval for v in eqn.invars)
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            length = math.prod(a.shape[d] for d in contracted)
+            if length % BLOCK:
+                yield (
+                    f"mxfp8 scales {BLOCK} values at a time, and a matmul of {a.str_short()} and "
+                    f"{b.str_short()} sums over {length}, which is no multiple: change a width of "
+                    "the layer, or the tokens of a microbatch on one device."
+                )
 
 
 def _unfit(name: str, verb: str, eqn: Eqn) -> str:

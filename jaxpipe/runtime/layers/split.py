@@ -296,6 +296,7 @@ def split_layer(
     frozen: LayerParams = None,
     state: States = None,
     quantized: Sequence[str | None] = (),
+    fp8_recipe: str = "tensorwise",
     remat: str = "none",
     loss_scale: float = 1.0,
     appended: tuple[bool, ...] = (),
@@ -314,8 +315,9 @@ def split_layer(
       frozen: the parameters of which no gradient is taken, with None in place of the others; they
         may be integers. None if all are trained.
       state: what the layer reads and renews in F, such as running statistics; None if it has none.
-      quantized: names of parameters whose matmuls run in 8-bit floats, None for others. F, B and W
-        then take a pair, the parameters with these in E4M3, and the list of their scales.
+      quantized: names of parameters whose matmuls run in 8-bit floats, None for others.
+      fp8_recipe: how they are scaled. With "tensorwise", F, B and W take a pair, the parameters
+        with these in E4M3, and the list of their scales; with "mxfp8", the parameters as they are.
       remat: a name in `REMAT_POLICIES`; a layer that uses `jax.checkpoint` itself composes with it.
       loss_scale: the cotangent of the layer's own loss, if it has one.
       appended: for the last leaves of x and of y, whether each is a buffer that slices of a
@@ -340,7 +342,7 @@ def split_layer(
     num_params, num_trained, num_known, num_x, num_outputs, num_dy = (
         len(jax.tree.leaves(tree)) for tree in (params, trained, (params, context), x, outputs, dy)
     )
-    if scales := list(filter(None, quantized)):
+    if chosen := list(filter(None, quantized)):
         numbers = jax.tree.unflatten(structure, range(num_params))
         program = quantize_matmuls(
             program,
@@ -349,8 +351,10 @@ def split_layer(
             num_outputs=num_outputs,
             num_x=num_x,
             num_dy=num_dy,
+            recipe=fp8_recipe,
         )
-        structure, num_known = jax.tree.structure((params, scales)), num_known + len(scales)
+        if fp8_recipe == "tensorwise":
+            structure, num_known = jax.tree.structure((params, chosen)), num_known + len(chosen)
     inputs, results = program.jaxpr.invars, program.jaxpr.outvars
     own, gradients = len(inputs) - num_dy, len(results) - num_x - num_trained
     forward, backward = jaxprs.divided(program.jaxpr.eqns, results[:gradients], set(inputs[own:]))

@@ -387,7 +387,7 @@ class LayerWork(Work):
         shares with others, if anything."""
         setup = self.fixed.setup
         shared = self.held.outer[SHARED] if setup.shares else None
-        scales = self.read(self.held.scales) if setup.quantizes else []
+        scales = self.read(self.held.scales) if setup.options.stores_fp8 else []
         return self.fixed.weights.layer(self), scales, shared
 
     def source(self, carried: Carried) -> Message:

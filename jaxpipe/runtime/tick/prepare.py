@@ -107,6 +107,7 @@ def layers_of(setup: Setup, outer: OuterParams, microbatch: Batch, rng: Key) -> 
     numbers, states = range(len(params)), setup.states
     cut = partial(
         split_layer,
+        fp8_recipe=setup.options.fp8_recipe,
         remat=setup.options.remat,
         loss_scale=mean_scale(setup),
         early=setup.early,

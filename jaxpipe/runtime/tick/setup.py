@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 from jax.tree_util import DictKey
-from jax.typing import DTypeLike
 
 from jaxpipe.runtime.defaults import FUSES_SLICES
 from jaxpipe.runtime.filters import name_of
-from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
+from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
 from jaxpipe.runtime.options import Options
 from jaxpipe.runtime.tick.stamps import Stamps
@@ -107,15 +106,16 @@ class Setup:
 
     def quantized(self, layer: int) -> list[str | None]:
         """Names of a layer's quantized weights, in the order of its parameters, None for others."""
-        if self.compute is None or not self.quantizes:
+        if not self.quantizes:
             return []
 
-        def name(path: Path, dtype: DTypeLike) -> str:
-            return name_of((DictKey("layers"), *path)) if dtype == E4M3 else ""
+        def name(path: Path, leaf: Leaf) -> str:
+            name = name_of((DictKey("layers"), *path))
+            return name if self.options.quantizes(name, leaf.struct()) else ""
 
         names = [
-            layout.of_layer(jax.tree.map_with_path(name, dtypes), layer)
-            for layout, dtypes in zip(self.layer_layouts, self.compute, strict=True)
+            layout.of_layer(jax.tree.map_with_path(name, layout.canonical), layer)
+            for layout in self.layer_layouts
         ]
         return [one or None for one in jax.tree.leaves(functools.reduce(combine, names))]
 

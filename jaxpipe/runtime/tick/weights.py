@@ -202,7 +202,7 @@ def _joined(setup: Setup, outers: list[OuterParams]) -> OuterParams:
 
 def _scales(setup: Setup, layers: list[Arrays]) -> Sequence[Arrays | None]:
     """Finds `Held.scales`, of whole weights: devices may have a part of each."""
-    if setup.compute is None or not setup.quantizes:
+    if setup.compute is None or not setup.options.stores_fp8:
         return [None] * len(layers)
     largest = [
         layout.largest(one, dtypes)
