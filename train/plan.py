@@ -358,8 +358,8 @@ def read(path: Path) -> Planned:
     # Planning chooses anew the sections that say how the model lies on devices.
     config = parsed.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
     # A named schedule, since the default one is searched for.
-    fp8 = {name: parsed.config.pipeline[name] for name in ("fp8", "fp8_recipe")}
-    pipeline = fp8 | {"schedule": "1f1b"}
+    given = parsed.config.pipeline
+    pipeline = {"fp8": given.fp8, "fp8_recipe": given.fp8_recipe, "schedule": "1f1b"}
     config = _changed(config, {"pipeline": pipeline})
     wrong = checks.check(config, writes=False, reads=False)
     messages = [failure.message for failure in (*parsed.failures, *wrong) if _matters(failure)]

@@ -329,6 +329,8 @@ OPTIONS = [
     ("tied", {"compute_dtype": "float8_e5m2"}, "'float8_e5m2' needs scales: choose the weights"),
     ("tied", {"fp8": "*kernel"}, "fp8: '*kernel' is the path of no parameter.\nPaths: layers/"),
     ("tied", {"fp8": "*up", "full_precision": "*"}, "fp8='*up' chooses no weight."),
+    ("tied", {"fp8": "*up", "fp8_recipe": "delayed"}, "is not a recipe; choose one of tensorwise"),
+    ("tied", {"fp8_recipe": "mxfp8"}, "needs weights to quantize: choose them by fp8"),
     ("places", {"fp8": "*up", "weights": "stacked", "num_layers": 8},
      "fp8='*up' cannot be combined with weights='stacked' if layers differ.\n"
      "Nearest valid: weights='unrolled'."),

@@ -83,7 +83,7 @@ def quantize_matmuls(
     ]
     late = jaxprs.reachable(eqns, dy)
     if recipe == "mxfp8":
-        refuse(list(dict.fromkeys(_uneven(eqns, matmuls))))
+        refuse(list(_uneven(eqns, matmuls)))
 
     def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
         env = jaxprs.consts(program) | dict(zip(inputs, [*params, *rest], strict=True))
@@ -262,18 +262,18 @@ def _makers(eqns: Eqns, gradient: Atom, name: str) -> set[int]:
 
 
 def _uneven(eqns: Eqns, matmuls: set[int]) -> Iterator[str]:
-    """Says which matmuls sum over values that blocks do not divide."""
+    """Says it if matmuls sum over values that blocks do not divide."""
+    lengths = set()
     for eqn in eqns:
         if id(eqn) in matmuls:
-            a, b = (v.aval for v in eqn.invars)
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            length = math.prod(a.shape[d] for d in contracted)
-            if length % BLOCK:
-                yield (
-                    f"mxfp8 scales {BLOCK} values at a time, and a matmul of {a.str_short()} and "
-                    f"{b.str_short()} sums over {length}, which is no multiple: change a width of "
-                    "the layer, or the tokens of a microbatch on one device."
-                )
+            lengths.add(math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
+    if wrong := sorted(length for length in lengths if length % BLOCK):
+        yield (
+            f"fp8_recipe='mxfp8' scales {BLOCK} values at a time, and matmuls sum over "
+            f"{', '.join(map(str, wrong))} values, which are no multiples. Change the layer's "
+            "widths, or the tokens of a microbatch on one device."
+        )
 
 
 def _unfit(name: str, verb: str, eqn: Eqn) -> str:
