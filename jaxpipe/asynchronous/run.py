@@ -23,10 +23,11 @@ from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.fixed import Carried, Fixed
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.tick.setup import RESIDUALS, Setup
+from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
 from jaxpipe.runtime.update.per_unit import with_stages, without_stages
 from jaxpipe.schedule.actions import Kind

@@ -18,10 +18,12 @@ from jaxpipe.runtime.barriers import run_if, tie
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.layout.data_axis import gather, reduce_gradients
 from jaxpipe.runtime.layout.leaf import Leaf
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork, WeightSource, Work
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink, WeightSource
 from jaxpipe.runtime.tick.layer_passes import run_layers
 from jaxpipe.runtime.tick.messages import send
 from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.values import Carried, LayerPlace
+from jaxpipe.runtime.tick.work import Work
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import (
     Arrays,
@@ -122,17 +124,18 @@ class Versioned(WeightSource):
     rules: Rules
     reads: dict[str, dict[str, Integer]]
 
-    def layer(self, work: LayerWork) -> list[Stored]:
-        params, held = work.fixed.params, work.held
-        weights = params.read(held.weights["layers"], work.place(work.cell.weights))
-        if self.rules.corrected and work.action is not Kind.F:
-            part = self.rules.steady.stage(work.fixed.stage)
+    def layer(self, held: Versions, place: LayerPlace) -> list[Stored]:
+        fixed, params = place.fixed, place.fixed.params
+        weights = params.read(held.weights["layers"], place.trained_at(place.cell.weights))
+        if self.rules.corrected and place.action is not Kind.F:
+            part = self.rules.steady.stage(fixed.stage)
             tau = self.rules.steady.mean_delay(part)
-            if work.action is Kind.R:
+            if place.action is Kind.R:
                 tau -= self.rules.steady.mean_recompute_delay(part)
-            weights = _corrected(weights, params.read(held.delta["layers"], work.place(0)), tau)
-        if work.fixed.setup.options.zero.shards_weights:
-            weights = gather(weights, work.leaves, work.fixed.axes)
+            delta = params.read(held.delta["layers"], place.trained_at(0))
+            weights = _corrected(weights, delta, tau)
+        if fixed.setup.options.zero.shards_weights:
+            weights = gather(weights, place.leaves, fixed.axes)
         return [weights]
 
     def outer(
@@ -212,13 +215,13 @@ class Updated(GradientSink):
         norms = dict.fromkeys((*PARTS, "total"), jnp.zeros((), jnp.float32))
         return Extra({}, {}, norms, {name: buffers[name] for name in KEPT if name in buffers})
 
-    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
-        zero, starts = work.fixed.setup.options.zero, self._starts(work.cell.microbatch)
-        stored = widened(stored)
+    def add(self, place: LayerPlace, sums: Arrays, stored: Stored) -> Arrays:
+        fixed, starts, stored = place.fixed, self._starts(place.cell.microbatch), widened(stored)
+        zero = fixed.setup.options.zero
         if zero.shards_gradients:  # sums are split, and never at rest: one reduction per microbatch
-            stored = reduce_gradients(stored, work.leaves, work.fixed.axes, zero=zero)
-        return work.fixed.params.update(
-            sums, work.place(), stored, lambda old, new: jnp.where(starts, new, old + new)
+            stored = reduce_gradients(stored, place.leaves, fixed.axes, zero=zero)
+        return fixed.params.update(
+            sums, place.trained_at(), stored, lambda old, new: jnp.where(starts, new, old + new)
         )
 
     def add_outer(self, sums: Gradients, new: Gradients, phase: str) -> Gradients:

@@ -30,10 +30,10 @@ def replay(table) -> None:
                 if cell.microbatch[at] < 0:
                     continue
                 own, moved = (cell.chunk[at], cell.microbatch[at]), cell.moved
-                moves = moved is not None and moved.host[at] < table.num_slots["on_host"] - 1
+                moves = moved is not None and moved.on_host[at] < table.num_slots["on_host"] - 1
                 slots = {name: getattr(moved, name)[at] for name in ("until_b", "until_w") if moves}
                 if moves and kind is Kind.F:
-                    place = host.setdefault(moved.host[at], [None] * parts)
+                    place = host.setdefault(moved.on_host[at], [None] * parts)
                     for slot in slots.items():
                         place[moved.part[at]] = device[slot][moved.part[at]]
                 reads = ("until_w",) if kind is Kind.W else ("until_b", "until_w")
@@ -46,7 +46,7 @@ def replay(table) -> None:
                     for slot in slots.items():
                         device.setdefault(slot, [None] * parts)
                         device[slot] = list(device[slot])
-                        device[slot][moved.part[at]] = host[moved.host[at]][moved.part[at]]
+                        device[slot][moved.part[at]] = host[moved.on_host[at]][moved.part[at]]
 
 
 @settings(deadline=None, max_examples=25)

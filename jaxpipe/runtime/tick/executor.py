@@ -24,7 +24,7 @@ from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
 from jaxpipe.runtime.tick import moves, outer_phases
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
 from jaxpipe.runtime.tick.gradients import Summed
 from jaxpipe.runtime.tick.messages import exchange, send_late
 from jaxpipe.runtime.tick.microbatches import (
@@ -35,6 +35,7 @@ from jaxpipe.runtime.tick.microbatches import (
 )
 from jaxpipe.runtime.tick.prepare import fix
 from jaxpipe.runtime.tick.setup import RESIDUALS, Setup
+from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened
 from jaxpipe.runtime.types import Batch, Gradients, Index, Key, Shapes, States, Tree

@@ -21,7 +21,8 @@ from jaxpipe.runtime.layout.leaf import Share, share_of
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, run_pieces
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink, LayerWork
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
+from jaxpipe.runtime.tick.values import Carried, LayerPlace
 from jaxpipe.runtime.trees import rounded, widened
 from jaxpipe.runtime.types import Arrays, At, Gradients, Index, Leaves, Shapes, Stored, Tree
 from jaxpipe.runtime.zero import Zero
@@ -55,10 +56,10 @@ class Summed(GradientSink):
     def reduces(self, fixed: Fixed) -> bool:
         return lax.axis_size(fixed.axes.peers) > 1
 
-    def add(self, work: LayerWork, sums: Arrays, stored: Stored) -> Arrays:
+    def add(self, place: LayerPlace, sums: Arrays, stored: Stored) -> Arrays:
         if self._in_slots:
-            return super().add(work, sums, stored)
-        return work.fixed.params.update(sums, work.place(), widened(stored))
+            return super().add(place, sums, stored)
+        return place.fixed.params.update(sums, place.trained_at(), widened(stored))
 
     @jax.named_scope("reduce")
     def chunk(self, fixed: Fixed, carried: Carried, transfer: Transfer) -> Carried:

@@ -23,9 +23,11 @@ from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.layout.layer_layout import Body
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, LayerWork, Work
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.setup import CARRY, CARRY_GRADIENT, INBOX, ON_HOST, RESIDUALS_OF_F
+from jaxpipe.runtime.tick.values import Carried
+from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import joined, parted, widened
 from jaxpipe.runtime.types import Arrays, Flag, Index, LayerParams, Message, Tree
 from jaxpipe.schedule.actions import Kind
@@ -291,15 +293,9 @@ def _move_out(work: LayerWork, moved: Moved, step: Step, carried: Carried) -> Ca
     They are read before the layer runs, which may write its own into their slot. XLA for GPUs has
     at most two arrays on their way out at once.
     """
-    leaving = joined(
-        [
-            value
-            for name in RESIDUALS_OF_F
-            for value in work.cut(carried, name, moved, getattr(moved, name))
-        ]
-    )
+    leaving = joined([w for name in RESIDUALS_OF_F for w in work.cut(carried, name, moved)])
     leaving, messages = tie(leaving, carried.messages)
-    return work.put(step(work, carried.but(messages=messages)), ON_HOST, moved, moved.host, leaving)
+    return work.put(step(work, carried.but(messages=messages)), ON_HOST, moved, leaving)
 
 
 def _move_back(work: LayerWork, moved: Moved, step: Step, carried: Carried) -> Carried:
@@ -307,22 +303,22 @@ def _move_back(work: LayerWork, moved: Moved, step: Step, carried: Carried) -> C
 
     They are written when the layer has run, maybe into the slot of its own.
     """
-    fixed, returning = work.fixed, work.cut(carried, ON_HOST, moved, moved.host)
-    moves = moved.host < fixed.table.num_slots[ON_HOST] - 1
+    fixed, returning = work.fixed, work.cut(carried, ON_HOST, moved)
+    moves = moved.on_host < fixed.table.num_slots[ON_HOST] - 1
     carried = step(work, carried)
     made = carried.messages, carried.gradients, carried.residuals.get("crossing")
     moved = after(made, moved, lax.axis_index(fixed.axes.names))
-    old = {name: work.cut(carried, name, moved, getattr(moved, name)) for name in RESIDUALS_OF_F}
+    old = {name: work.cut(carried, name, moved) for name in RESIDUALS_OF_F}
     for name, values in parted(returning, old).items():
         new = [jnp.where(moves, *pair) for pair in zip(values, old[name], strict=True)]
-        carried = work.put(carried, name, moved, getattr(moved, name), new)
+        carried = work.put(carried, name, moved, new)
     return carried
 
 
 def _forward(work: LayerWork, carried: Carried) -> Carried:
     """F, and R, which neither renews the state nor adds the layer's loss."""
     fixed, kind = work.fixed, work.kind
-    weights, source = work.tied_weights(work.source(carried))
+    weights, source = work.weights(work.source(carried))
     message = work.taken(source)
     x, context = fixed.activation(message, kind.x), work.context()
     if kind.carry is not None:
@@ -353,7 +349,7 @@ def _forward(work: LayerWork, carried: Carried) -> Carried:
 def _backward(work: LayerWork, carried: Carried) -> Carried:
     """B, and BW, which finishes the gradient where B keeps what W needs."""
     fixed, kind, fused = work.fixed, work.kind, work.action is Kind.BW
-    weights, source = work.tied_weights(work.source(carried))
+    weights, source = work.weights(work.source(carried))
     buffers, source = tie(carried.residuals, source)
     message, carried = work.taken(source), carried.but(residuals=buffers)
     residuals = work.residuals(carried, *RESIDUALS_OF_F)
@@ -375,7 +371,7 @@ def _backward(work: LayerWork, carried: Carried) -> Carried:
 
 def _backward_weights(work: LayerWork, carried: Carried) -> Carried:
     buffers, sums = tie_to_smallest(carried.residuals, carried.gradients)
-    weights, buffers = work.tied_weights(buffers)
+    weights, buffers = work.weights(buffers)
     carried = carried.but(residuals=buffers)
     residuals = work.residuals(carried, "until_w", "crossing")
     args = work.params(weights), *residuals, *work.context()

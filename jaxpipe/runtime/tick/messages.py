@@ -17,8 +17,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxpipe.runtime.barriers import copied, tie
 from jaxpipe.runtime.layout.buffers import put_slot
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.tick.fixed import Carried, Fixed
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.setup import INBOX
+from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.types import Index, Message
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import NONE, BodyParts, Edges, Row, TickTable

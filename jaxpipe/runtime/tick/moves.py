@@ -15,9 +15,10 @@ from jax import lax
 
 from jaxpipe.runtime.barriers import after, tie
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, pieces_of
-from jaxpipe.runtime.tick.fixed import Carried, Fixed
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.layer_passes import run_cells
 from jaxpipe.runtime.tick.microbatches import Microbatches
+from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import BodyParts, Row, Transfers

@@ -16,7 +16,7 @@ from jaxpipe.runtime.barriers import run_if, tie, tie_to_smallest
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layout.buffers import at_slot, put_slot
 from jaxpipe.runtime.mesh import Axes
-from jaxpipe.runtime.tick.fixed import Carried, Fixed
+from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import (
     Microbatches,
     add_input_gradients,
@@ -24,6 +24,7 @@ from jaxpipe.runtime.tick.microbatches import (
     join_rows,
     with_inputs,
 )
+from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.trees import combine, describe
 from jaxpipe.runtime.types import Activation, Batch, Flag, Index, Message, OuterParams, Shapes, Tree
 from jaxpipe.schedule.lowering.table import NONE, Outer

@@ -26,14 +26,7 @@ from jaxpipe.runtime.layout.buffers import (
 )
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.layout.whole_model import SHARED, Layout
-from jaxpipe.runtime.tick.fixed import (
-    Collector,
-    Fixed,
-    GradientSink,
-    WeightSource,
-    context_of,
-    losses_of_layers,
-)
+from jaxpipe.runtime.tick.fixed import Collector, Fixed, GradientSink, WeightSource
 from jaxpipe.runtime.tick.microbatches import Microbatches
 from jaxpipe.runtime.tick.outer_phases import Losses, Outputs, check_output
 from jaxpipe.runtime.tick.setup import (
@@ -45,6 +38,7 @@ from jaxpipe.runtime.tick.setup import (
     Setup,
     mean_scale,
 )
+from jaxpipe.runtime.tick.values import context_of, losses_of_layers
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import (
     Activation,
@@ -81,8 +75,6 @@ def fix(
     collector, weight = _leaving(setup, layers, outer, layers.merged, rows_of_one, rng)
     fixed = Fixed(
         setup,
-        weights,
-        gradients,
         stage,
         shard,
         layers,
@@ -90,6 +82,8 @@ def fix(
         kind_of=jnp.asarray(kind_of)[stage],
         residuals={},
         messages=SharedBuffers(leaves, np.arange(len(leaves)).reshape(-1, 1, 1), tiled=setup.tiled),
+        weights=weights,
+        gradients=gradients,
         collector=collector,
         weight=weight,
     )

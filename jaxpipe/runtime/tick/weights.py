@@ -22,8 +22,9 @@ from jaxpipe.runtime.layout.data_axis import (
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
 from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, run_pieces
-from jaxpipe.runtime.tick.fixed import Fixed, LayerWork, WeightSource
+from jaxpipe.runtime.tick.fixed import Fixed, WeightSource
 from jaxpipe.runtime.tick.setup import Setup
+from jaxpipe.runtime.tick.values import LayerPlace
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Arrays, At, Index, Leaves, OuterParams, Shapes, Stored, Tree
 from jaxpipe.schedule.lowering.table import Transfer
@@ -62,8 +63,8 @@ class Resident(WeightSource):
         own = [jax.tree.map(Leaf.struct, one.placed) for one in fixed.setup.layer_layouts]
         return {"weights": _cast_shapes(fixed.setup, own)}
 
-    def layer(self, work: LayerWork) -> list[Stored]:
-        return work.read(work.held.copies or work.held.layers)
+    def layer(self, held: Held, place: LayerPlace) -> list[Stored]:
+        return place.read(held.copies or held.layers)
 
 
 class Gathered(WeightSource):
@@ -186,8 +187,8 @@ class Gathered(WeightSource):
         pairs = zip(shards, self._leaves(fixed, 1, at), strict=True)
         return [gather(one, leaves, fixed.axes) for one, leaves in pairs]
 
-    def layer(self, work: LayerWork) -> list[Stored]:
-        return work.read(work.held.copies, slot=work.cell.weights)
+    def layer(self, held: Held, place: LayerPlace) -> list[Stored]:
+        return place.read(held.copies, slot=place.cell.weights)
 
 
 def _joined(setup: Setup, outers: list[OuterParams]) -> OuterParams:

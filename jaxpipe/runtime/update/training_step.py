@@ -23,9 +23,10 @@ from jaxpipe.runtime.layout.data_axis import reduce_gradients
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import frozen_part, outer_of, trained_part
 from jaxpipe.runtime.tick import executor
-from jaxpipe.runtime.tick.fixed import Carried, Fixed, GradientSink
+from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
 from jaxpipe.runtime.tick.gradients import reduced_outer
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
+from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.trees import deleted, elsewhere, rounded, shapes_of
 from jaxpipe.runtime.types import (
     Arrays,

@@ -350,10 +350,10 @@ class Lowering:
         back = int(kind is not Kind.F)
         shape = self.num_ticks, self.schedule.num_stages
         columns = Moved(*(np.zeros(shape, np.int32) for _ in Moved._fields))
-        columns.host[:] = self.num_slots["on_host"] - 1
+        columns.on_host[:] = self.num_slots["on_host"] - 1
         for one, move in self._moves.items():
             place = list(move[back]), self.stage_of[one[0]]
-            columns.host[place] = self._slots["on_host"][one]
+            columns.on_host[place] = self._slots["on_host"][one]
             columns.part[place] = range(self.residual_parts)
             columns.until_b[place] = self._slots["until_b"][back][one]
             columns.until_w[place] = self._slots["until_w"][back][one]

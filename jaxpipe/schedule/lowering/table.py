@@ -30,13 +30,13 @@ class Moved(NamedTuple):
 
     Args:
       until_b, until_w: their slots on the device.
-      host: their slot on the host; the last one, which nothing reads, if nothing moves.
+      on_host: their slot on the host; the last one, which nothing reads, if nothing moves.
       part: number of the part of every layer's residuals that moves.
     """
 
     until_b: Integer
     until_w: Integer
-    host: Integer
+    on_host: Integer
     part: Integer
 
 
