@@ -52,7 +52,7 @@ def test_type_checkers_know_the_options_of_a_pipeline():
     declared = get_type_hints(Options)
     assert list(given) == list(declared)
     assert given | {"zero": Zero} == declared
-    with pytest.raises(TypeError, match="unexpected keyword argument 'rematt'"):
+    with pytest.raises(TypeError, match=r"^Pipeline\(\) got an .* argument 'rematt'"):
         jaxpipe.Pipeline(
             None, None, schedule="1f1b", mesh=jaxpipe.make_mesh(stage=2), rematt="full"
         )

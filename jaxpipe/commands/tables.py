@@ -39,7 +39,7 @@ from jaxpipe.schedule import catalog
 from jaxpipe.schedule.device_clock import timelines
 from jaxpipe.schedule.offload import kept_on_devices, parts_of
 from jaxpipe.schedule.partition import cut_layers
-from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, refuse
+from jaxpipe.schedule.problems import ArgumentError, Problem, below_one, plain, refuse
 from jaxpipe.schedule.show.page import page
 from jaxpipe.schedule.simulate import Costs, Timeline
 
@@ -354,6 +354,6 @@ def _print_rows(
             kept = kept_on_devices(free.schedule, parts_of(offload, free.costs))
             cells.append(f"{free.in_full_stages(max(kept)):g}")
         cells.append(f"{free.bubble_ratio:.1%}")
-        cells += [f"{device.bubble_ratio:.1%}", f"{device.makespan:.4g}"]
+        cells += [f"{device.bubble_ratio:.1%}", plain(device.makespan)]
         rows.append(cells)
     print_table(console, columns, rows)

@@ -121,6 +121,9 @@ class Pipeline(Assembly):
         states: States = None,
         **options: Unpack[Arguments],
     ) -> None:
+        for name in options:
+            if name not in Arguments.__annotations__:
+                raise TypeError(f"Pipeline() got an unexpected keyword argument {name!r}")
         apart = splitting(getattr(model, "axis_split", None))
         axes = Axes.of(mesh, stage_axis, data_axes, replica_axes, getattr(model, "axes", ()), apart)
         built, unknown = named_schedule(schedule, mesh, axes, microbatches)

@@ -47,6 +47,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def plain(value: float) -> str:
+    """Writes a number in six digits, or all before the point, never with an exponent.
+
+    Example:
+      >>> plain(25.5), plain(100 / 3), plain(1234567.8)
+      ('25.5', '33.3333', '1234568')
+    """
+    return f"{value:.0f}" if value >= 1e5 else f"{value:g}"
+
+
 def in_python(argument: str, value: object) -> str:
     """Writes an argument as a keyword of the function that was called."""
     return argument if value is None else f"{argument}={shown(value)}"

@@ -33,7 +33,7 @@ from jaxpipe.schedule.offload import parts_of, within_limit
 from jaxpipe.schedule.pacing import of_ticks, soonest_on_devices
 from jaxpipe.schedule.partition import cut_layers
 from jaxpipe.schedule.placement import Placement, linear, looped, wave
-from jaxpipe.schedule.problems import Problem, counted, refuse
+from jaxpipe.schedule.problems import Problem, counted, plain, refuse
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import rules, search_orders
 from jaxpipe.schedule.search.tick_search import improve_on_devices, read_promptly
@@ -528,8 +528,8 @@ def gap(timeline: Timeline) -> str:
     )
     above = max(0.0, timeline.makespan / bound - 1)
     return (
-        f"{schedule.name}: {timeline.makespan:.4g}, at most {above:.1%} above the optimum on this "
-        "placement at this peak"
+        f"{schedule.name}: {plain(timeline.makespan)}, at most {above:.1%} above the optimum on "
+        "this placement at this peak"
     )
 
 

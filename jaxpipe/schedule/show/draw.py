@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
 from jaxpipe.schedule.check import Results
-from jaxpipe.schedule.problems import counted
+from jaxpipe.schedule.problems import counted, plain
 from jaxpipe.schedule.simulate import TimedAction, Timeline, in_flight, kind_durations
 
 
@@ -120,7 +120,7 @@ def caption(timeline: Timeline) -> str:
         costs += f", attention {of_chunk.attention:g} of F and B" if of_chunk.attention else ""
     return (
         f"{schedule.name}, {shape}; {costs}; {timeline.clock} clock: "
-        f"makespan {timeline.makespan:g}, bubble {timeline.bubble_ratio:.1%}"
+        f"makespan {plain(timeline.makespan)}, bubble {timeline.bubble_ratio:.1%}"
     )
 
 
