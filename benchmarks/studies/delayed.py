@@ -22,6 +22,7 @@ from jax import lax
 from jaxpipe import Model
 from jaxpipe.asynchronous import SteadyState
 from jaxpipe.runtime.layers.split import split_layer
+from jaxpipe.schedule.actions import Kind
 
 Tree = Any
 
@@ -90,7 +91,7 @@ def course(
         k = np.arange(steps - warm_up)[:, None]
         g = k * steady.num_microbatches + np.arange(microbatches)
         for n, part in enumerate(parts):
-            ages[warm_up:, :, n] = k - steady.forward_version(part, g)
+            ages[warm_up:, :, n] = k - steady.version(part, Kind.F, g)
         if delays is not None:
             since = np.maximum(np.arange(steps) - warm_up, 0)[:, None, None]
             ages[..., :layers] = np.minimum(delays, since)

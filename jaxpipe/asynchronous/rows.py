@@ -116,9 +116,7 @@ class SteadyRows:
         return self.xp.where(self._runs(g), value, NONE)
 
     def _cell(self, kind: Kind, part: PartTicks, tick: Integer, layers: Integer) -> Cell:
-        steady = self.steady
-        versions = {Kind.F: steady.forward_version, Kind.R: steady.recompute_version}
-        version, g = versions.get(kind, steady.backward_version), tick - part.start(kind)
+        steady, g = self.steady, tick - part.start(kind)
         slot, zero = g % steady.residual_slots, 0 * g
         return Cell(
             layers=self.xp.where(self._runs(g), layers, 0),
@@ -128,7 +126,7 @@ class SteadyRows:
             until_b=slot,
             until_w=slot,
             crossing=zero,
-            weights=version(part, g, self.first) % steady.num_versions,
+            weights=steady.version(part, kind, g, self.first) % steady.num_versions,
             gradient=zero,
         )
 
@@ -158,11 +156,11 @@ class SteadyRows:
     def _reads(self, tick: Integer) -> dict[str, dict[str, Integer]]:
         steady, first, count = self.steady, self.first, self.steady.num_versions
         embed, head = steady.embed, steady.head
-        enter = steady.forward_version(embed, tick - embed.forward, first)
-        back = steady.backward_version(embed, tick - embed.backward, first)
+        enter = steady.version(embed, Kind.F, tick - embed.forward, first)
+        back = steady.version(embed, Kind.B, tick - embed.backward, first)
         leave = [steady.newest(part, tick, first) for part in (embed, head)]
         if steady.method == "2bw":
-            leave = [steady.forward_version(head, tick - head.forward, first)] * 2
+            leave = [steady.version(head, Kind.F, tick - head.forward, first)] * 2
         reads = {"enter": (enter, enter), "leave": leave, "embed_gradient": (back, back)}
         return {k: {"embed": e % count, "head": h % count} for k, (e, h) in reads.items()}
 

@@ -249,17 +249,11 @@ class SteadyState:
             return 1 + 0 * j
         return -((j - (part.backward - part.forward)) // self.num_microbatches)
 
-    def mean_delay(self, part: PartTicks) -> Integers:
-        """The mean of `delay` over a minibatch: PipeMare's tau."""
+    def mean_delay(self, part: PartTicks, kind: Kind = Kind.F) -> Integers:
+        """The mean over a minibatch of the updates that F, or R, misses: of F PipeMare's tau."""
         if self.method == "2bw":
             return 1.0
-        return (part.backward - part.forward) / self.num_microbatches
-
-    def mean_recompute_delay(self, part: PartTicks) -> Integers:
-        """The mean number of updates that the recomputation of a minibatch misses."""
-        if self.method == "2bw":
-            return 1.0
-        return (part.backward - part.recompute) / self.num_microbatches
+        return (part.backward - part.start(kind)) / self.num_microbatches
 
     # Weight versions: version k has seen the updates of minibatches 0..k-1.
 
@@ -268,24 +262,12 @@ class SteadyState:
         was last empty and filled with version ``first``."""
         return _at_least(first, first + (tick - part.backward) // self.num_microbatches)
 
-    def forward_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
-        """The version that the forward of microbatch g reads."""
-        minibatch = first + g // self.num_microbatches
+    def version(self, part: PartTicks, kind: Kind, g: Integers, first: Integers = 0) -> Integers:
+        """The version that an action of this kind reads for microbatch g."""
         if self.method == "2bw":
-            return _at_least(0, minibatch - 1)
-        return self.newest(part, g + part.forward, first)
-
-    def backward_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
-        """The version that the backward of microbatch g reads."""
-        if self.method == "pipemare":
-            return self.newest(part, g + part.backward, first)
-        return self.forward_version(part, g, first)
-
-    def recompute_version(self, part: PartTicks, g: Integers, first: Integers = 0) -> Integers:
-        """The version with which microbatch g is recomputed."""
-        if self.method == "pipemare":
-            return self.newest(part, g + part.recompute, first)
-        return self.forward_version(part, g, first)
+            return _at_least(0, first + g // self.num_microbatches - 1)
+        start = part.start(kind) if self.method == "pipemare" else part.forward
+        return self.newest(part, g + start, first)
 
     def updates(self, g: Integers) -> Integers:
         """Says whether an update follows the gradient of microbatch g, as it ends its minibatch."""
@@ -340,10 +322,7 @@ def steady_text(steady: SteadyState) -> str:
 
 def _cell(steady: SteadyState, part: PartTicks, tick: int, base: int) -> str:
     N = steady.num_microbatches
-    f, b = tick - part.forward, tick - part.backward
-    runs = [f"F{f % N}@{steady.forward_version(part, f) - base}"]
-    if part.recompute is not None:
-        again = tick - part.recompute
-        runs.append(f"R{again % N}@{steady.recompute_version(part, again) - base}")
-    runs.append(f"B{b % N}@{steady.backward_version(part, b) - base}")
-    return " ".join(runs) + ("+" if steady.updates(b) else "")
+    kinds = (Kind.F, Kind.B) if part.recompute is None else (Kind.F, Kind.R, Kind.B)
+    numbers = {kind: tick - part.start(kind) for kind in kinds}
+    runs = (f"{k}{g % N}@{steady.version(part, k, g) - base}" for k, g in numbers.items())
+    return " ".join(runs) + ("+" if steady.updates(numbers[Kind.B]) else "")

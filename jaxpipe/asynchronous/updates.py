@@ -131,7 +131,7 @@ class Versioned(WeightSource):
             part = self.rules.steady.stage(fixed.stage)
             tau = self.rules.steady.mean_delay(part)
             if place.action is Kind.R:
-                tau -= self.rules.steady.mean_recompute_delay(part)
+                tau -= self.rules.steady.mean_delay(part, Kind.R)
             delta = params.read(held.delta["layers"], place.trained_at(0))
             weights = _corrected(weights, delta, tau)
         if fixed.setup.options.zero.shards_weights:

@@ -68,13 +68,13 @@ def test_a_segment_runs_again_just_in_time_for_its_last_stage(P, N, S):
         assert steady.begins_segment(d) == (d % S == 0)
         missed = []
         for g in range(total - N, total):
-            version = steady.recompute_version(part, g)
+            version = steady.version(part, Kind.R, g)
             # Every minibatch whose last gradient comes before this tick has updated the stage.
             assert version == sum(
                 part.backward + k * N + N - 1 < g + part.recompute for k in range(total // N)
             )
             missed.append(g // N - version)
-        assert sum(missed) / N == pytest.approx(steady.mean_recompute_delay(part))
+        assert sum(missed) / N == pytest.approx(steady.mean_delay(part, Kind.R))
     assert (residuals, inputs) == (steady.residual_slots, steady.input_slots)
 
 
