@@ -89,6 +89,20 @@ def test_text_breaks_rows_at_a_terminals_width_but_never_a_name(ticked, width):
     assert sorted(names) == sorted(str(t.action) for row in ticked.rows for t in row)
 
 
+@pytest.mark.parametrize("costs", [Costs(1, 1000, 1), Costs(1, 1, 1, 900), Costs(500, 1, 1)])
+@pytest.mark.parametrize("clock", [simulate, device_clock])
+def test_text_cuts_short_what_is_much_longer_than_the_rest(costs, clock):
+    drawn = clock(build("zb-h1", stages=4, microbatches=8), costs)
+    text = draw.text(drawn)
+    assert text.splitlines()[-1] == "not to scale: long waits and actions are cut short"
+    lines = stage_lines(text)
+    assert max(map(len, lines)) < 4000
+    assert len({len(line) for line in lines}) == 1
+    for line, row in zip(lines, drawn.rows, strict=True):
+        labels = [f"{timed.action.kind}{timed.action.microbatch}" for timed in row]
+        assert re.findall(r"[FBW]+\d+", line) == labels
+
+
 @pytest.mark.parametrize("costs", FAR_APART)
 def test_costs_that_are_far_apart_fit_figures_but_no_terminal(costs):
     with pytest.raises(draw.TooWideError, match=r"needs .* columns, beyond .* picture"):

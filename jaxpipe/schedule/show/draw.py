@@ -11,7 +11,7 @@ import html
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxpipe.schedule.actions import Action, Kind
@@ -205,6 +205,9 @@ __all__ = ["Picture", "TooWideError", "caption", "figure", "text"]
 
 _MAX_COLUMNS = 200_000
 """Longest row of text that shows anything; with very different costs it could be any length."""
+_IN_PROPORTION, _LONGEST = 5000, 24
+"""Longest row whose columns are in proportion to times; in longer ones, most columns in which no
+action starts or ends."""
 _LEGEND_WIDTH = 100
 _MARKS = {
     ">": "> sends to a later stage",
@@ -262,7 +265,8 @@ class _Cell(NamedTuple):
 def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) -> str:
     """Draws a timeline as text: one row per stage, time to the right, "." where a stage waits.
 
-    A cell is as wide as its action is long; the shortest is just wide enough for its label. With
+    A cell is as wide as its action is long; the shortest is just wide enough for its label. Rows
+    that would be thousands of columns long cut long waits and actions short, and say so. With
     several chunks per stage the label is the action's own name, such as "2F0".
 
     On the device clock, a row of marks under each stage shows at the end of every tick what the
@@ -294,19 +298,15 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     names = max(len(_name(timed.action, timeline)) for row in timeline.rows for timed in row)
     # A mark stands behind a pair's forward, and rounding may take one column.
     room = names + (2 if timeline.schedule.overlapped else 1)
-    scale = room / shortest(timeline)
-    remedy = (
-        "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
-    )
-    check_width(timeline.makespan * scale, remedy)
-    columns = round(timeline.makespan * scale)
+    column_of, is_cut = _columns_of(timeline, room / shortest(timeline))
+    columns = column_of(timeline.makespan)
     heads = [f"stage {d}" for d in range(len(timeline.rows))]
     rows: list[tuple[str, list[_Cell]]] = []
     marks = _text_marks(timeline)
     for d, head in enumerate(heads):
-        rows.append((head, [*_text_cells(timeline, d, scale)]))
+        rows.append((head, [*_text_cells(timeline, d, column_of)]))
         if timeline.ticks:
-            ends = [round(tick[d] * scale) for tick in timeline.ticks[1:]]
+            ends = [column_of(tick[d]) for tick in timeline.ticks[1:]]
             rows.append(("", _under(ends, marks[d])))
     margin = max(len(head) for head, _ in rows)
     page = columns if width is None else max(width - margin - 3, room)
@@ -321,7 +321,24 @@ def text(timeline: Timeline, *, colour: bool = False, width: int | None = None) 
     used |= {"+"} if timeline.schedule.overlapped else set()
     meanings = "; ".join(meaning for mark, meaning in _MARKS.items() if mark in used)
     legend = textwrap.wrap(f"marks: {meanings}", width or _LEGEND_WIDTH) if used else []
+    legend += ["not to scale: long waits and actions are cut short"] if is_cut else []
     return "\n".join([*lines[:-1], *legend])
+
+
+def _columns_of(timeline: Timeline, scale: float) -> tuple[Callable[[float], int], bool]:
+    """Finds the columns of a timeline's times; says whether long spans of time are cut short."""
+    remedy = (
+        "draw a picture (jaxpipe show --format svg), or use fewer microbatches or more even costs"
+    )
+    check_width(timeline.makespan * scale, remedy)
+    actions = itertools.chain(*timeline.rows)
+    ends = (time for timed in actions for time in (timed.start, timed.end))
+    times = sorted({0.0, timeline.makespan, *ends, *itertools.chain(*timeline.ticks)})
+    spans = [scale * (end - start) for start, end in itertools.pairwise(times)]
+    if timeline.makespan * scale <= _IN_PROPORTION or max(spans) <= _LONGEST:
+        return lambda time: round(time * scale), False
+    columns = itertools.accumulate((min(span, _LONGEST) for span in spans), initial=0.0)
+    return dict(zip(times, map(round, columns), strict=True)).__getitem__, True
 
 
 def _name(action: Action, timeline: Timeline) -> str:
@@ -330,10 +347,12 @@ def _name(action: Action, timeline: Timeline) -> str:
     return f"{action.kind}{action.microbatch}"
 
 
-def _text_cells(timeline: Timeline, stage: int, scale: float) -> Iterator[_Cell]:
+def _text_cells(
+    timeline: Timeline, stage: int, column_of: Callable[[float], int]
+) -> Iterator[_Cell]:
     together = frozenset(timeline.schedule.overlapped)
     for timed in timeline.rows[stage]:
-        start, end = round(timed.start * scale), round(timed.end * scale)
+        start, end = column_of(timed.start), column_of(timed.end)
         label = _name(timed.action, timeline)
         # Rounding both ends may cost a cell its last column, never a letter of its label.
         apart = end - start > len(label) and timed.action not in together
