@@ -19,7 +19,7 @@ and the program a loop for every slot (`jaxpipe.runtime.tick.layer_passes`).
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from jaxpipe.runtime.defaults import Size, numbered
 from jaxpipe.runtime.host import to_devices, to_host
 from jaxpipe.runtime.indices import start_at, unit_of
 from jaxpipe.runtime.types import Arrays, At, Index, Message, Shapes
+
+Start: TypeAlias = tuple[Index, ...]
+"""The indices at which something starts in a buffer."""
 
 
 class _Value(NamedTuple):
@@ -153,11 +156,7 @@ class SharedBuffers:
         """Reads the values of the layer ``at`` (stage, chunk, layer), which is of this kind."""
         values, start_of = [], self._starts_at(slot, at)
         for value in self._values[kind]:
-            buffer = self._in_order(buffers[value.buffer])
-            row = lax.dynamic_slice(
-                buffer, start_of(value), (1, *value.stored), allow_negative_indices=False
-            )
-            row = to_devices(row) if self.on_host else row
+            row = self._load(buffers[value.buffer], start_of(value), (1, *value.stored))
             row = row.reshape(-1)[: math.prod(value.shape)] if value.padding else row
             values.append(row.reshape(value.shape))
         return values
@@ -170,13 +169,7 @@ class SharedBuffers:
         for where, value in zip(self._values[kind], values, strict=True):
             row = jnp.pad(value.reshape(-1), (0, where.padding)) if where.padding else value
             row = row.reshape(1, *where.stored)
-            written = lax.dynamic_update_slice(
-                buffers[where.buffer],
-                to_host(row) if self.on_host else row,
-                start_of(where),
-                allow_negative_indices=False,
-            )
-            buffers[where.buffer] = self._in_order(written)
+            buffers[where.buffer] = self._store(buffers[where.buffer], start_of(where), row)
         return buffers
 
     def piece_shapes(self, parts: int) -> list[jax.ShapeDtypeStruct]:
@@ -189,28 +182,27 @@ class SharedBuffers:
 
     def cut(self, buffers: list[jax.Array], piece: Piece) -> list[jax.Array]:
         """Reads a piece, as it is stored; layers must be of one kind."""
-        values = []
-        for buffer, shape in zip(buffers, self.piece_shapes(piece.parts), strict=True):
-            start = self._start(shape, piece)
-            row = lax.dynamic_slice(
-                self._in_order(buffer), start, shape.shape, allow_negative_indices=False
-            )
-            values.append(to_devices(row) if self.on_host else row)
-        return values
+        pairs = zip(buffers, self.piece_shapes(piece.parts), strict=True)
+        return [self._load(w, self._start(one, piece), one.shape) for w, one in pairs]
 
     def put(
         self, buffers: list[jax.Array], piece: Piece, values: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Writes what `cut` reads, in place, and returns the buffers."""
-        written = []
-        for buffer, value in zip(buffers, values, strict=True):
-            start = self._start(value, piece)
-            value = to_host(value) if self.on_host else value
-            buffer = lax.dynamic_update_slice(buffer, value, start, allow_negative_indices=False)
-            written.append(self._in_order(buffer))
-        return written
+        pairs = zip(buffers, values, strict=True)
+        return [self._store(w, self._start(value, piece), value) for w, value in pairs]
 
-    def _start(self, value: jax.Array | jax.ShapeDtypeStruct, piece: Piece) -> tuple[Index, ...]:
+    def _load(self, buffer: jax.Array, start: Start, shape: tuple[int, ...]) -> jax.Array:
+        buffer = self._in_order(buffer)
+        row = lax.dynamic_slice(buffer, start, shape, allow_negative_indices=False)
+        return to_devices(row) if self.on_host else row
+
+    def _store(self, buffer: jax.Array, start: Start, row: jax.Array) -> jax.Array:
+        row = to_host(row) if self.on_host else row
+        written = lax.dynamic_update_slice(buffer, row, start, allow_negative_indices=False)
+        return self._in_order(written)
+
+    def _start(self, value: jax.Array | jax.ShapeDtypeStruct, piece: Piece) -> Start:
         """The indices at which a piece of a value starts."""
         within = (piece.part * size for size in value.shape[1:2])
         rest = (0 for _ in value.shape[2:])
@@ -226,7 +218,7 @@ class SharedBuffers:
             return buffer
         return with_layout_constraint(buffer, Layout(major_to_minor=tuple(range(buffer.ndim))))
 
-    def _starts_at(self, slot: Index, at: At) -> Callable[[_Value], tuple[Index, ...]]:
+    def _starts_at(self, slot: Index, at: At) -> Callable[[_Value], Start]:
         """Finds the indices at which values of a layer start."""
         stage, chunk, layer = at
         if self._places is None:

@@ -60,18 +60,26 @@ def _gather(shard: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """
     if dim == 0:
         return lax.all_gather(shard, names, axis=0, tiled=True)
-    parts = lax.all_gather(shard, names, axis=0)
-    shape = (*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
-    return jnp.moveaxis(parts, 0, dim).reshape(shape)
+    return _joined(lax.all_gather(shard, names, axis=0), dim)
 
 
 def _scatter(value: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Sums all devices' values and keeps this device's part in a dimension; see `_gather`."""
     if dim == 0:
         return lax.psum_scatter(value, names, scatter_dimension=0, tiled=True)
-    shape = (*value.shape[:dim], lax.axis_size(names), -1, *value.shape[dim + 1 :])
-    parts = jnp.moveaxis(value.reshape(shape), dim, 0)
-    return lax.psum_scatter(parts, names, scatter_dimension=0)
+    return lax.psum_scatter(_parts(value, lax.axis_size(names), dim), names, scatter_dimension=0)
+
+
+def _parts(whole: jax.Array, count: int, dim: int) -> jax.Array:
+    """The parts of an array that is split in a dimension, one behind the other."""
+    shape = (*whole.shape[:dim], count, -1, *whole.shape[dim + 1 :])
+    return jnp.moveaxis(whole.reshape(shape), dim, 0)
+
+
+def _joined(parts: jax.Array, dim: int) -> jax.Array:
+    """Undoes `_parts`."""
+    _, *shape = parts.shape
+    return jnp.moveaxis(parts, 0, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def reduce_gradients(values: Gradients, leaves: Leaves, axes: Axes, *, zero: Zero) -> Gradients:
@@ -149,10 +157,9 @@ def get_piece(joined: Joined, n: int, shapes: Shapes, leaves: Leaves) -> Stored:
         parts = math.prod(rows.shape[:-1])
         start, ends[key] = ends[key], ends[key] + like.size // parts
         run = rows[..., start : ends[key]]
-        if dim is not None:
-            run = run.reshape(parts, *shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
-            run = jnp.moveaxis(run, 0, dim)
-        return run.reshape(shape)
+        if dim is None:
+            return run.reshape(shape)
+        return _joined(run.reshape(parts, *shape[:dim], -1, *shape[dim + 1 :]), dim)
 
     return jax.tree.map(own, leaves, shapes)
 
@@ -163,9 +170,7 @@ def _in_a_row(values: Stored, leaves: Leaves, *, sharded: bool) -> Joined:
     for leaf, value in zip(jax.tree.leaves(leaves), jax.tree.leaves(values), strict=True):
         rows = value.reshape(-1)
         if leaf.data_dim is not None and not sharded:
-            dim, shape = leaf.data_dim, value.shape
-            parts = value.reshape(*shape[:dim], leaf.data_parts, -1, *shape[dim + 1 :])
-            rows = jnp.moveaxis(parts, dim, 0).reshape(leaf.data_parts, -1)
+            rows = _parts(value, leaf.data_parts, leaf.data_dim).reshape(leaf.data_parts, -1)
         found.setdefault(_key(leaf, value), []).append(rows)
     return {key: jnp.concatenate(arrays, axis=-1) for key, arrays in found.items()}
 

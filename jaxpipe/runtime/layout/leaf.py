@@ -279,10 +279,7 @@ class Leaf:
 
     def _parts(self, dim: int) -> int:
         """Number of devices along the model axes that split a dimension."""
-        parts = 1
-        for split in self.splits:
-            parts *= split.size if split.dim == dim else 1
-        return parts
+        return math.prod(split.size for split in self.splits if split.dim == dim)
 
     def names(self, axes: Axes, *, sharded: bool) -> dict[int, tuple[str, ...]]:
         """The mesh axes of every dimension that is split; ``sharded`` says whether data shards
