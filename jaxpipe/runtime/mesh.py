@@ -66,12 +66,15 @@ class Axes:
           splitting: axes that split the model's parameters.
         """
         own: set[str] = set(mesh.axis_names if isinstance(mesh, Mesh) else ())
+        model = names_of(model)
         if data is None:
-            data = ("data", *sorted(own & {"expert"} - {*_names(model), stage}))
+            data = ("data", *sorted(own & {"expert"} - {*model, stage}))
+        data = names_of(data)
         if replica is None:
-            replica = sorted(own & {"replica"} - {*_names(data), stage})
-        alike = tuple(name for name in _names(model) if name not in splitting)
-        return cls(stage, (*_names(replica), *_names(data)), _names(replica), _names(model), alike)
+            replica = sorted(own & {"replica"} - {*data, stage})
+        replica = names_of(replica)
+        alike = tuple(name for name in model if name not in splitting)
+        return cls(stage, (*replica, *data), replica, model, alike)
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -135,8 +138,9 @@ class Axes:
                 )
 
 
-def _names(axes: str | Iterable[str]) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+def names_of(axes: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The names of axes, of which there may be one or none."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def _by_known_names(make: Callable[_Given, Mesh]) -> Callable[_Given, Mesh]:

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.indices import start_at
-from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.mesh import Axes, names_of
 from jaxpipe.runtime.trees import sum_dtype
 from jaxpipe.runtime.types import Dim, Index, Leaves, Shapes, Shardings, Tree
 from jaxpipe.schedule.lowering.transfers import SMALLEST_SHARE, dividing_shares
@@ -380,8 +380,7 @@ def _compiled_sharding(mesh: Mesh, spec: P) -> NamedSharding:
     """
 
     def without_singles(dim: Dim) -> Dim:
-        names = (dim,) if isinstance(dim, str) else dim or ()
-        kept = tuple(name for name in names if mesh.shape[name] > 1)
+        kept = tuple(name for name in names_of(dim) if mesh.shape[name] > 1)
         return kept[0] if len(kept) == 1 else kept or None
 
     dims = [without_singles(dim) for dim in spec]

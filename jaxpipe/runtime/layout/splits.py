@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpipe.runtime.layers.model import Model
 from jaxpipe.runtime.layout.leaf import AxisSplit, Leaf
-from jaxpipe.runtime.mesh import Axes
+from jaxpipe.runtime.mesh import Axes, names_of
 from jaxpipe.runtime.trees import describe_leaf, is_sequence
-from jaxpipe.runtime.types import Dim, Params, Path, Tree
+from jaxpipe.runtime.types import Params, Path, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def splitting(axis_split: Tree) -> set[str]:
     """Collects the names of the axes that split any array; what is no spec, `problems` refuses."""
     specs = filter(None, jax.tree.leaves(axis_split, is_leaf=_is_spec))
     entries = (_spec(spec) for spec in specs if _is_spec(spec))
-    return {name for spec in entries for entry in spec for name in _names(entry)}
+    return {name for spec in entries for entry in spec for name in names_of(entry)}
 
 
 def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Splits:
@@ -84,11 +84,9 @@ def read_splits(axis_split: Tree, params: Params, mesh: Mesh, axes: Axes) -> Spl
     for path, spec in _specs(axis_split, params):
         lengths = spec.lengths if isinstance(spec, Joined) else ()
         splits[path] = tuple(
-            AxisSplit(
-                _names(entry), dim, math.prod(mesh.shape[name] for name in _names(entry)), lengths
-            )
-            for dim, entry in enumerate(_spec(spec))
-            if _names(entry)
+            AxisSplit(names, dim, math.prod(mesh.shape[name] for name in names), lengths)
+            for dim, names in enumerate(map(names_of, _spec(spec)))
+            if names
         )
     return Splits({name: mesh.shape[name] for name in axes.split}, splits)
 
@@ -147,14 +145,14 @@ def _misfits(
     """Says why an array cannot be split so; the dimension ``padded`` may be padded."""
     allowed = (*axes.model, *axes.split)
     for dim, entry in enumerate(_spec(spec)):
-        for name in _names(entry):
+        for name in names_of(entry):
             if name not in allowed or name not in mesh.shape:
                 yield (
                     f"{at} is split over {name!r}, which is none of Model.axes={axes.model} "
                     f"and no axis of data shards: {axes.split}."
                 )
                 return
-        parts = math.prod(mesh.shape[name] for name in _names(entry))
+        parts = math.prod(mesh.shape[name] for name in names_of(entry))
         if dim >= len(shape):
             yield f"{at} has the shape {shape}, and no dimension {dim} to split."
             continue
@@ -192,7 +190,3 @@ def _is_spec(node: Tree) -> bool:
 
 def _spec(spec: P | Joined) -> P:
     return spec.spec if isinstance(spec, Joined) else spec
-
-
-def _names(entry: Dim) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
