@@ -67,6 +67,12 @@ class Layers:
     embedded: Activation
     merged: Activation
 
+    @property
+    def losses(self) -> list[Shapes]:
+        """Shapes of the losses and metrics of all layers that have any."""
+        found = (self.kinds[number].split.traced.loss for number in self.kind_of)
+        return [loss for loss in found if loss is not None]
+
 
 def sort_layers(
     model: Model,

@@ -106,9 +106,10 @@ class Placing:
             return tree  # which is refused where it is compared
 
         def settle(leaf: object, expected: jax.ShapeDtypeStruct) -> object:
-            is_abstract = isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct)
-            if is_abstract or (isinstance(leaf, jax.Array) and _is_settled(leaf)):
+            if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
                 return leaf
+            if isinstance(leaf, jax.Array) and leaf.committed and not leaf.weak_type:
+                return leaf  # as a program returns it
             fits = not mismatches("leaf", leaf, expected, dtypes=not isinstance(leaf, int))
             return _put(np.asarray(leaf, expected.dtype), expected.sharding) if fits else leaf
 
@@ -230,11 +231,6 @@ def _spread(tree: Tree, shardings: Shardings) -> Tree:
 
     arrays = map(spread, jax.tree.leaves(tree), jax.tree.leaves(shardings))
     return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
-
-
-def _is_settled(leaf: jax.Array) -> bool:
-    """Whether an array is as a program returns it."""
-    return leaf.committed and not leaf.weak_type
 
 
 def _put(array: np.ndarray, sharding: Sharding) -> jax.Array:

@@ -71,7 +71,7 @@ def run(setup: Setup, placed: Placed, rows: Batch, rng: Key, states: States) -> 
     """Runs one step on this device, with its part of parameters, rows and states."""
     batch, sink = StepMicrobatches(rows, rng), sink_of(setup)
     fixed, held = begin(setup, placed, batch, sink)
-    carried = start(fixed, held, outer_gradients_like(setup, held), states)
+    carried = start(fixed, held, select(held.outer, setup.layout.outer), states)
     no_gradients = jax.tree.map(jnp.zeros_like, inputs_of(rows, setup.inputs))
     carried = carried.but(input_gradients=no_gradients)
     value, carried, states = run_ticks(fixed, batch, carried)
@@ -97,11 +97,6 @@ def begin(
     layers = [jax.tree.map(lambda w: w[0], part["layers"]) for part in parts]
     held = weights.hold(setup, layers, [outer_of(part) for part in parts])
     return fix(setup, batch, held.outer, weights=weights, gradients=sink), held
-
-
-def outer_gradients_like(setup: Setup, held: Held) -> Gradients:
-    """Selects what the gradients of what belongs to no single layer are shaped like."""
-    return select(held.outer, setup.layout.outer)
 
 
 def start(fixed: Fixed, held: Tree, outer: Gradients, states: States) -> Carried:

@@ -38,7 +38,6 @@ from jaxpipe.runtime.tick.setup import (
     Setup,
     mean_scale,
 )
-from jaxpipe.runtime.tick.values import context_of, losses_of_layers
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import (
     Activation,
@@ -67,7 +66,7 @@ def fix(
     """Finds the kinds of layers, and what they leave in buffers; inside `jax.shard_map`."""
     rows, axes = setup.layout.layers.rows, setup.layout.axes
     stage, shard = lax.axis_index(axes.stage), lax.axis_index(axes.data)
-    rows_of_one, rng = jax.eval_shape(lambda: context_of(batch, 0, 0, shard))
+    rows_of_one, rng, _ = jax.eval_shape(lambda: batch.at(0))
     layers = layers_of(setup, outer, rows_of_one, rng)
     refuse(_inputs_of_layers(layers, rows_of_one, setup.inputs))
     kind_of = np.where(rows < 0, -1, np.asarray(layers.kind_of, np.int32)[rows])
@@ -323,10 +322,9 @@ def _leaving(
         check_output(result, rows, setup.num_slices)
         return Outputs(result, passes, setup.num_slices), None
     losses.check_loss(result, "Model.head_loss returns", weighted=True)
-    of_layers = losses_of_layers(layers)
-    losses.check_metrics_of_layers(of_layers, result)
+    losses.check_metrics_of_layers(layers.losses, result)
     weight = None
     if setup.trains and isinstance(losses.parts(result)[0], losses.Weighted):
         weight = losses.weight_of(model.head_loss, outer, y, (rows, rng), setup.inputs)
     shapes = jax.eval_shape(losses.addable, result)
-    return Losses(shapes, passes, len(of_layers), setup.layout.axes, setup.totals), weight
+    return Losses(shapes, passes, len(layers.losses), setup.layout.axes, setup.totals), weight

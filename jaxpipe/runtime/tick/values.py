@@ -118,7 +118,8 @@ class Values:
 
     def context(self, batch: Microbatches, i: Index, layer: Index) -> tuple[Batch, Key]:
         """Reads what every function of a layer is given beside its parameters and values."""
-        return context_of(batch, i, layer, self.shard)
+        rows, rng, number = batch.at(i)
+        return rows, layer_key(rng, microbatch=number, shard=self.shard, layer=layer)
 
     def divided(self, outer: OuterParams) -> tuple[OuterParams, OuterParams]:
         """Divides what belongs to no single layer into what is trained and the rest."""
@@ -145,7 +146,7 @@ class Values:
     def layer_losses(self) -> Shapes:
         """Shapes of a layer's own loss and metrics, made `losses.addable`; None if there are none,
         or none are wanted."""
-        found = None if self.setup.outputs else next(iter(losses_of_layers(self.layers)), None)
+        found = None if self.setup.outputs else next(iter(self.layers.losses), None)
         return jax.eval_shape(losses.addable, found)
 
     def loss_scale(self, batch: Microbatches, i: Index) -> float | jax.Array:
@@ -245,14 +246,3 @@ class Carried:
     def but(self, **changes: Any) -> Carried:
         """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)
-
-
-def context_of(batch: Microbatches, i: Index, layer: Index, shard: Index) -> tuple[Batch, Key]:
-    rows, rng, number = batch.at(i)
-    return rows, layer_key(rng, microbatch=number, shard=shard, layer=layer)
-
-
-def losses_of_layers(layers: Layers) -> list[Shapes]:
-    """Shapes of the losses and metrics of all layers that have any."""
-    found = [layers.kinds[number].split.traced.loss for number in layers.kind_of]
-    return [one for one in found if one is not None]

@@ -27,7 +27,7 @@ from jaxpipe.runtime.tick.fixed import Fixed, GradientSink
 from jaxpipe.runtime.tick.gradients import reduced_outer
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches, split_rows
 from jaxpipe.runtime.tick.values import Carried
-from jaxpipe.runtime.trees import deleted, elsewhere, rounded, shapes_of
+from jaxpipe.runtime.trees import deleted, elsewhere, rounded, select, shapes_of
 from jaxpipe.runtime.types import (
     Arrays,
     At,
@@ -176,8 +176,7 @@ def _chunk_by_chunk(pipe: Assembly, optimizer: optax.GradientTransformation) -> 
             split_rows(batch, pipe.schedule.num_microbatches, pipe.schedule.num_slices), rng
         )
         fixed, held = executor.begin(setup, params, rows, applied)
-        outer = executor.outer_gradients_like(setup, held)
-        carried = executor.start(fixed, held, outer, states)
+        carried = executor.start(fixed, held, select(held.outer, setup.layout.outer), states)
         carried = carried.but(finished=applied.begin(params, state))
         value, carried, states = executor.run_ticks(fixed, rows, carried)
         return value, applied.result(fixed, carried), states
