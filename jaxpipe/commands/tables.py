@@ -80,8 +80,8 @@ class OnDevices:
     link: str | None = None
     exposed: float = 1.0
 
-    def problems(self, model: ModelSizes, rows: int, microbatches: int) -> list[Problem]:
-        """Lists what does not fit the model, or the microbatches of so many rows."""
+    def problems(self, rows: int, microbatches: int) -> list[Problem]:
+        """Lists what is out of range, or does not fit microbatches of so many rows."""
         axes = {"replica": self.replica, "expert": self.expert}
         if problems := below_one(data=self.data, context=self.context, tensor=self.tensor, **axes):
             return problems
@@ -139,7 +139,7 @@ def of_schedules(
     assert on.layer_model is not None
     model = read_sizes(on.layer_model, option="layer_model")
     rows = model.batch_rows if on.batch is None else on.batch
-    refuse(on.problems(model, rows, microbatches))
+    refuse(on.problems(rows, microbatches))
     count = stages * on.data * on.context * on.tensor
     attained = cluster(find(on.device), count, link=on.link)
     devices = dataclasses.replace(attained, exposed=on.exposed)

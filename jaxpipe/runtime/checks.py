@@ -58,7 +58,7 @@ def arguments(
         yield f"model is a {type(model).__name__}; it must be a jaxpipe.Model."
         return
     yield from misfits(model)
-    yield from _pairs(model, schedule, options)
+    yield from _pairs(schedule, options)
     yield from _moved(model, options)
     yield from _slices(model, schedule)
     malformed = list(_parameters(model, params, options))
@@ -115,7 +115,7 @@ def _schedule(schedule: Schedule, mesh: Mesh, axes: Axes | None) -> Iterator[Pro
         yield Problem("schedule", schedule.name, rule, ("1f1b",))
 
 
-def _pairs(model: Model, schedule: Schedule | None, options: Options) -> Iterator[Problem]:
+def _pairs(schedule: Schedule | None, options: Options) -> Iterator[Problem]:
     if not options.pair_layers:
         return
     if schedule is not None and not schedule.overlapped:
