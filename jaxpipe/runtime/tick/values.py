@@ -140,8 +140,6 @@ class Values:
         result = function(outer, x, rows, rng)
         return jax.tree.map(jnp.asarray, result)  # a Python number has a dtype then
 
-    # Losses.
-
     @property
     def layer_losses(self) -> Shapes:
         """Shapes of a layer's own loss and metrics, made `losses.addable`; None if there are none,
