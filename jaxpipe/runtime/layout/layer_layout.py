@@ -24,7 +24,7 @@ from jaxpipe.runtime.barriers import Carry
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.float8 import E4M3, rounded_to
 from jaxpipe.runtime.indices import repeat
-from jaxpipe.runtime.layout.leaf import AxisSplit, Cut, DevicePart, Leaf, Share
+from jaxpipe.runtime.layout.leaf import AxisSplit, Cut, DevicePart, Leaf, Share, share_of
 from jaxpipe.runtime.layout.placed import Order
 from jaxpipe.runtime.layout.splits import Splits
 from jaxpipe.runtime.mesh import Axes
@@ -175,10 +175,14 @@ class LayerLayout(Piece, abc.ABC):
         """Places of pieces that differ, or of the one that all are like."""
         return [(0, 0, 0)]
 
+    def leaves_at(self, at: At, shares: int = 1) -> Leaves:
+        """The arrays of a piece, or of one of so many shares of it, every one a `Leaf`."""
+        return share_of(self.of_piece(self.piece, at), shares)
+
     @property
     def pieces(self) -> Sequence[Leaves]:
         """The pieces that differ, or the one that all are like."""
-        return [self.of_piece(self.piece, at) for at in self.differing]
+        return list(map(self.leaves_at, self.differing))
 
     # Copies of weights in the dtypes that layers compute in, trees like `piece`.
 

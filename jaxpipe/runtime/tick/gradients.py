@@ -17,7 +17,7 @@ from jaxpipe.runtime.layout.data_axis import (
     reduce_over_stages,
     room_for,
 )
-from jaxpipe.runtime.layout.leaf import Share, share_of
+from jaxpipe.runtime.layout.leaf import Share
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, run_pieces
@@ -90,7 +90,7 @@ class Summed(GradientSink):
     ) -> tuple[Carried, Joined]:
         def read(n: int, at: At, sums: Arrays, joined: Joined) -> Tree:
             slot, share = moved[n].slot, moved[n].share
-            leaves = self._leaves(fixed, moved[n].num_shares, at)
+            leaves = fixed.params.leaves_at(at, moved[n].num_shares)
             total = fixed.params.read(sums, self._sums_at(fixed, at, slot, share))
             joined = put_piece(joined, n, total, leaves, sharded=False)
             if not moved[n].at_edge:
@@ -111,7 +111,7 @@ class Summed(GradientSink):
         self, fixed: Fixed, carried: Carried, reduced: Joined, moved: Sequence[MovedPiece]
     ) -> Carried:
         def put(n: int, at: At, arrays: Arrays, reduced: Joined) -> Tree:
-            leaves = self._leaves(fixed, moved[n].num_shares, at)
+            leaves = fixed.params.leaves_at(at, moved[n].num_shares)
             shapes = _summed(leaves, sharded=not self._in_place)
             values = get_piece(reduced, n, shapes, leaves)
             return self._put(fixed, at, moved[n].share, arrays, values), reduced
@@ -122,13 +122,9 @@ class Summed(GradientSink):
         )
         return carried.but(**{name: arrays})
 
-    def _leaves(self, fixed: Fixed, shares: int, at: At) -> Leaves:
-        """Leaves of a piece, or of one of its shares."""
-        return share_of(fixed.params.of_piece(fixed.params.piece, at), shares)
-
     def _room(self, fixed: Fixed, shares: int, *, sharded: bool) -> Shapes:
         """The room that pieces, or shares of them, need on their way."""
-        shared = [share_of(piece, shares) for piece in fixed.params.pieces]
+        shared = [fixed.params.leaves_at(at, shares) for at in fixed.params.differing]
         pieces = [(_summed(leaves, sharded=sharded), leaves) for leaves in shared]
         return room_for(pieces, sharded=sharded)
 
@@ -151,7 +147,7 @@ class Summed(GradientSink):
         return fixed.params.write(sums, place, zeros)
 
     def _reduced(self, fixed: Fixed, total: Stored, at: At) -> Stored:
-        leaves, zero = self._leaves(fixed, 1, at), fixed.setup.options.zero
+        leaves, zero = fixed.params.leaves_at(at), fixed.setup.options.zero
         return reduce_gradients(total, leaves, fixed.axes, zero=zero)
 
     def _put(

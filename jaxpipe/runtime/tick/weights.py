@@ -20,7 +20,7 @@ from jaxpipe.runtime.layout.data_axis import (
     room_for,
 )
 from jaxpipe.runtime.layout.layer_layout import LayerLayout, cast
-from jaxpipe.runtime.layout.leaf import Leaf, Share, share_of
+from jaxpipe.runtime.layout.leaf import Leaf, Share
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece, run_pieces
 from jaxpipe.runtime.tick.fixed import Fixed, WeightSource
 from jaxpipe.runtime.tick.setup import Setup
@@ -114,8 +114,11 @@ class Gathered(WeightSource):
 
         def read(n: int, at: At, nothing: Arrays, joined: list[Joined]) -> Tree:
             shards, joined = self._shards(fixed, held, at, moved[n].share, joined)
-            given = zip(joined, shards, self._leaves(fixed, shares, at), strict=True)
-            return nothing, [put_piece(j, n, w, of, sharded=True) for j, w, of in given]
+            given = zip(fixed.setup.layer_layouts, joined, shards, strict=True)
+            return nothing, [
+                put_piece(row, n, w, layout.leaves_at(at, shares), sharded=True)
+                for layout, row, w in given
+            ]
 
         empty = [no_pieces(slots, room) for room in self._rooms(fixed, shares, sharded=True)]
         _, joined = run_pieces(fixed.stage, fixed.params, moved, read, {}, empty)
@@ -155,11 +158,6 @@ class Gathered(WeightSource):
         ]
         return list(map(cast, shards, self._dtypes(fixed, at), scales)), carried
 
-    def _leaves(self, fixed: Fixed, shares: int, at: At) -> list[Leaves]:
-        """Leaves of a piece, or of one of its shares, by layout."""
-        layouts = fixed.setup.layer_layouts
-        return [share_of(layout.of_piece(layout.piece, at), shares) for layout in layouts]
-
     def _dtypes(self, fixed: Fixed, at: At) -> list[Tree]:
         """Dtypes in which layers read a piece, by layout."""
         assert fixed.setup.compute is not None
@@ -170,7 +168,7 @@ class Gathered(WeightSource):
         self, fixed: Fixed, shares: int, at: At, *, sharded: bool
     ) -> list[tuple[Shapes, Leaves]]:
         """Shapes of what moves, or of a data shard's part, as it is gathered, and its leaves."""
-        leaves = self._leaves(fixed, shares, at)
+        leaves = [layout.leaves_at(at, shares) for layout in fixed.setup.layer_layouts]
         own = jax.tree.map(lambda leaf: leaf.struct(sharded=sharded), leaves)
         if fixed.setup.compute is not None:
             dtypes = self._dtypes(fixed, at)
@@ -184,8 +182,8 @@ class Gathered(WeightSource):
         return [room_for(one, sharded=sharded) for one in zip(*pieces, strict=True)]
 
     def _whole(self, fixed: Fixed, shards: list[Stored], at: At) -> list[Stored]:
-        pairs = zip(shards, self._leaves(fixed, 1, at), strict=True)
-        return [gather(one, leaves, fixed.axes) for one, leaves in pairs]
+        pairs = zip(fixed.setup.layer_layouts, shards, strict=True)
+        return [gather(one, layout.leaves_at(at), fixed.axes) for layout, one in pairs]
 
     def layer(self, held: Held, place: LayerPlace) -> list[Stored]:
         return place.read(held.copies, slot=place.cell.weights)
