@@ -71,19 +71,20 @@ class Piece:
     def parts(self, stored: Stored, example: int, axes: Axes, *, sharded: bool) -> list[DevicePart]:
         """Lists this device's parts of the arrays of the user's tree; ``sharded`` says whether data
         shards split them."""
-        leaves = jax.tree.leaves(self.leaves_of(example))
-        values = jax.tree.leaves(stored)
-        cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
-        return list(map(DevicePart, values, cuts))
+        cuts = self._cuts(example, axes, sharded=sharded)
+        return list(map(DevicePart, jax.tree.leaves(stored), cuts))
 
     def of_parts(
         self, parts: DeviceParts, stored: Stored, example: int, axes: Axes, *, sharded: bool
     ) -> Stored:
         """Replaces the parts; elements that only pad an array become 0."""
-        leaves = jax.tree.leaves(self.leaves_of(example))
-        cuts = [leaf.cut(axes, sharded=sharded) for leaf in leaves]
-        padded = map(Cut.with_padding, cuts, parts)
+        padded = map(Cut.with_padding, self._cuts(example, axes, sharded=sharded), parts)
         return jax.tree.unflatten(jax.tree.structure(stored), padded)
+
+    def _cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
+        """The cuts of a layer's arrays, in the order of the user's tree."""
+        leaves = jax.tree.leaves(self.leaves_of(example))
+        return [leaf.cut(axes, sharded=sharded) for leaf in leaves]
 
 
 class LayerLayout(Piece, abc.ABC):

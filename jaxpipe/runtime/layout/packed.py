@@ -179,8 +179,7 @@ class Packed(LayerLayout):
         joined = {g: jnp.concatenate(columns, axis=1) for g, columns in by_group.items()}
         return {g: jnp.pad(w, ((0, 0), (0, room[g]))) if room[g] else w for g, w in joined.items()}
 
-    def _cuts(self, example: int, axes: Axes, *, sharded: bool) -> list[Cut]:
-        """The cuts of a layer's arrays, in the order of its tree."""
+    def _cuts(self, example: int, axes: Axes, *, sharded: bool) -> Sequence[Cut]:
         leaves = jax.tree.leaves(self.canonical[example])
         cuts = [leaf.cut(axes, sharded=False) for leaf in leaves]
         if not sharded:
