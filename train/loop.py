@@ -47,7 +47,7 @@ from train.step import Setup
 from train.stop import StopRequest
 from train.watch import noise
 from train.watch.goodput import CHECKPOINT, COMPILE, EVALUATION, SECONDS, STEP, Goodput
-from train.watch.metrics import Clock, Line, Metrics, Speed, announced, recorded, say, shown
+from train.watch.metrics import Clock, Metrics, announced, line, recorded, say, shown
 from train.watch.profile import STAGE_SECONDS, Profile, check_processes, slowest, write_timeline
 
 # A new checkpoint is written before an old one is removed.
@@ -478,19 +478,18 @@ class Trainer:
                     bar.update(task, completed=self.step)
                     continue
                 numbers = self._read(self.step, values)
-                bubble = self.mode.bubble(self.step)
-                speed = clock.stop(self.setup)
+                speed = clock.stop(self.setup, self.mode.bubble(self.step))
                 if self.step == last:
                     numbers |= self._end()
                 self.evaluated = self._heldout(config.eval_batches) if evaluates else {}
                 times = {"goodput": self.goodput.share, SECONDS: self.goodput.seconds()}
-                measured = speed.recorded() | {"bubble": bubble}
-                entries = numbers | self.evaluated | {"speed": measured} | times
-                self._write(self.step, entries)
+                record = numbers | self.evaluated | {"speed": speed} | times
+                self.metrics.write(self.step, record)
                 self.check_folder()
                 self.checkpoints.check()
                 if logs:
-                    say(bar.console, str(self._line(numbers, bubble, speed)))
+                    text = line(self.step, last, record, self.setup.task.unit, self.noise.scale)
+                    say(bar.console, text)
                 if copies:
                     self._copy()
                 if saves:
@@ -528,9 +527,7 @@ class Trainer:
         self.publisher.wait()
         evaluated = self.evaluated or self._heldout(self.config.train.eval_batches)
         # Every process takes part in gathering the weights; the first one alone reports and writes.
-        state, _ = self.mode.settle(self.carried)
-        weights = self.setup.to_canonical_weights(state)
-        params, layers = multihost_utils.process_allgather(weights, tiled=True)
+        params, layers = self._weights()
         if jax.process_index() != 0:
             return None
         task = self.setup.task
@@ -547,6 +544,12 @@ class Trainer:
         if text:
             say(self.console, text)
         return score
+
+    def _weights(self) -> Any:
+        """Gathers parameters and states of layers, in canonical order, on the host."""
+        state, _ = self.mode.settle(self.carried)
+        weights = self.setup.to_canonical_weights(state)
+        return multihost_utils.process_allgather(weights, tiled=True)
 
     def save(self, *, num_batches: int) -> None:
         """Starts to save this step, if its weights give a finite loss.
@@ -576,9 +579,7 @@ class Trainer:
     def _sample(self) -> None:
         """Writes a sample beside the checkpoint."""
         with self.goodput.on(EVALUATION):
-            state, _ = self.mode.settle(self.carried)
-            weights = self.setup.to_canonical_weights(state)
-            params, layers = multihost_utils.process_allgather(weights, tiled=True)
+            params, layers = self._weights()
             if jax.process_index() != 0:
                 return
             text, _ = self.setup.task.report(params, layers, self.heldout)
@@ -626,11 +627,12 @@ class Trainer:
         return found
 
     def _record(self, step: int, values: Any) -> None:
-        self._write(step, self._read(step, values))
+        self.metrics.write(step, self._read(step, values))
 
     def _read(self, step: int, values: Any) -> dict[str, Any]:
         """Returns a step's values by name; no loss while an asynchronous pipeline fills."""
-        numbers: dict[str, Any] = {"loss": None, "grad_norm": None}
+        rate = float(self.setup.learning_rate(step - 1))
+        numbers: dict[str, Any] = {"loss": None, "grad_norm": None, "learning_rate": rate}
         if self.mode.loss_step(step) is not None:
             numbers |= {name: float(values[name]) for name in numbers if name in values}
             numbers["metrics"] = recorded(values["metrics"]) if "metrics" in values else None
@@ -683,27 +685,6 @@ class Trainer:
                 state, _ = self.compiled(state, *given)
         found = find_nan(self.setup.pipe, state.params, *given, states=state.layers)
         return "" if found is None else str(found)
-
-    def _write(self, step: int, numbers: dict[str, Any]) -> None:
-        self.metrics.write(step, numbers | {"learning_rate": self._learning_rate(step)})
-
-    def _learning_rate(self, step: int) -> float:
-        return float(self.setup.learning_rate(step - 1))
-
-    def _line(self, numbers: dict[str, Any], bubble: float, speed: Speed) -> Line:
-        return Line(
-            step=self.step,
-            num_steps=self.config.train.steps,
-            loss=numbers["loss"],
-            grad_norm=numbers["grad_norm"],
-            learning_rate=self._learning_rate(self.step),
-            speed=speed,
-            bubble=bubble,
-            noise_scale=self.noise.scale,
-            eval_loss=self.evaluated.get("eval_loss"),
-            metrics=numbers.get("metrics"),
-            eval_metrics=self.evaluated.get("eval_metrics"),
-        )
 
     def _is_time_to_save(self) -> bool:
         """Says whether the last checkpoint is old; process 0 decides, as clocks differ."""

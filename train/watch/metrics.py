@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import math
@@ -42,54 +41,35 @@ _PEAK_FLOPS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """The printed line of one logged step.
+def line(
+    step: int, num_steps: int, record: Mapping[str, Any], unit: str, noise_scale: float | None
+) -> str:
+    """Writes the printed line of a logged step.
 
     Args:
-      step: optimizer steps done.
       num_steps: optimizer steps of the whole run.
-      loss: training loss, in the unit of the task; None while an asynchronous pipeline fills.
-      grad_norm: norm of the gradient before clipping; None likewise.
-      learning_rate: learning rate of this step.
-      speed: speed of the steps since the last line.
-      bubble: predicted share of idle time.
-      noise_scale: noise scale of the gradient, in units of the speed; None if it is not known.
-      eval_loss: held-out loss, if evaluated.
-      metrics: metrics of the task's loss, as recorded; None if it has none.
-      eval_metrics: metrics of the held-out batches, if evaluated.
+      record: the values of the step by name; loss and norm of the gradient are None while an
+        asynchronous pipeline fills.
+      unit: unit of the task, such as "tokens".
+      noise_scale: of the gradient, in this unit; None if it is not known.
     """
-
-    step: int
-    num_steps: int
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float
-    speed: Speed
-    bubble: float
-    noise_scale: float | None = None
-    eval_loss: float | None = None
-    metrics: Mapping[str, Any] | None = None
-    eval_metrics: Mapping[str, Any] | None = None
-
-    def __str__(self) -> str:
-        width = len(str(self.num_steps))
-        parts = [
-            f"step {self.step:>{width}}/{self.num_steps}",
-            "loss -" if self.loss is None else f"loss {self.loss:.4f}",
-            *shown(self.metrics),
-            "grad norm -" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}",
-            f"lr {self.learning_rate:.2e}",
-            f"{self.speed.units_per_second:,.0f} {self.speed.unit}/s",
-        ]
-        if self.speed.mfu is not None:
-            parts.append(f"MFU {self.speed.mfu:.1%}")
-        parts += [f"bubble {self.bubble:.1%}", f"memory {self.speed.memory_bytes / 1e9:.2f} GB"]
-        if self.noise_scale is not None:
-            parts.append(f"noise scale {self.noise_scale:,.0f} {self.speed.unit}")
-        if self.eval_loss is not None:
-            parts += [f"held-out {self.eval_loss:.4f}", *shown(self.eval_metrics)]
-        return "  ".join(parts)
+    loss, norm, speed = record["loss"], record["grad_norm"], record["speed"]
+    parts = [
+        f"step {step:>{len(str(num_steps))}}/{num_steps}",
+        "loss -" if loss is None else f"loss {loss:.4f}",
+        *shown(record.get("metrics")),
+        "grad norm -" if norm is None else f"grad norm {norm:.3f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"{speed[f'{unit}_per_second']:,.0f} {unit}/s",
+    ]
+    if "mfu" in speed:
+        parts.append(f"MFU {speed['mfu']:.1%}")
+    parts += [f"bubble {speed['bubble']:.1%}", f"memory {speed['memory_bytes'] / 1e9:.2f} GB"]
+    if noise_scale is not None:
+        parts.append(f"noise scale {noise_scale:,.0f} {unit}")
+    if "eval_loss" in record:
+        parts += [f"held-out {record['eval_loss']:.4f}", *shown(record.get("eval_metrics"))]
+    return "  ".join(parts)
 
 
 def recorded(value: Any) -> Any:
@@ -330,35 +310,6 @@ def memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """The speed of the steps since the last line.
-
-    Args:
-      step_seconds: mean time of a step; evaluating and saving are not counted.
-      units_per_second: tokens or images per second, over all devices.
-      unit: name of the unit, such as "tokens".
-      mfu: share of the devices' peak; None where that or the model's operations are not known.
-      memory_bytes: peak memory of the first device, or of this process if that is unknown.
-    """
-
-    step_seconds: float
-    units_per_second: float
-    unit: str
-    mfu: float | None
-    memory_bytes: int
-
-    def recorded(self) -> dict[str, Any]:
-        """Returns the entry ``speed`` of a record in metrics.jsonl."""
-        values = {
-            "step_seconds": self.step_seconds,
-            f"{self.unit}_per_second": self.units_per_second,
-            "mfu": self.mfu,
-            "memory_bytes": self.memory_bytes,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-
 class Clock:
     """Counts steps and time since it was made; evaluating and saving are not timed."""
 
@@ -366,11 +317,24 @@ class Clock:
         self.steps = 0
         self._began = time.perf_counter()
 
-    def stop(self, setup: Setup) -> Speed:
-        """Returns the speed of the steps counted; there is at least one."""
+    def stop(self, setup: Setup, bubble: float) -> dict[str, float]:
+        """Makes the entry ``speed`` of a record, given at least one step.
+
+        Args:
+          bubble: predicted share of idle time.
+
+        Returns:
+          Mean seconds of a step; tokens or other units per second, over all devices; the share of
+          the devices' peak ("mfu"), if that and the model's operations are known; `memory_bytes`.
+        """
         seconds = (time.perf_counter() - self._began) / max(self.steps, 1)
         task, used = setup.task, setup.mesh.devices
         rows = setup.config.train.batch_size / seconds
         peak, flops = peak_flops(used.flat[0].device_kind, task.dtype), task.flops_per_row()
-        mfu = None if peak is None or flops is None else rows * flops / (peak * used.size)
-        return Speed(seconds, rows * task.units_per_row, task.unit, mfu, memory_bytes())
+        return {
+            "step_seconds": seconds,
+            f"{task.unit}_per_second": rows * task.units_per_row,
+            **({"mfu": rows * flops / (peak * used.size)} if peak and flops else {}),
+            "memory_bytes": memory_bytes(),
+            "bubble": bubble,
+        }
