@@ -48,24 +48,47 @@ OptionsT = TypeVar("OptionsT", bound=DataOptions)
 MetaT = TypeVar("MetaT")
 
 
-def existing(
+def prepare(
     options: OptionsT,
+    write: Callable[[OptionsT, Console], MetaT],
     *,
+    files: frozenset[str],
+    read_meta: Callable[[Path], MetaT],
+    check_whole: Callable[[OptionsT, MetaT], object] = lambda options, meta: None,
+    console: Console | None,
+) -> MetaT:
+    """Writes a data folder, or leaves it alone when it is already there and whole.
+
+    Args:
+      write: writes ``options.out``, and says what it holds.
+      files: names of the files that a folder of this kind holds.
+      read_meta: reads ``meta.json``; raises ValueError if it cannot.
+      check_whole: raises ValueError unless files that `read_meta` does not read are those that
+        ``meta.json`` describes.
+
+    Returns:
+      What the folder holds.
+
+    Raises:
+      ValueError: an option is out of range, the data cannot be used, a package is not installed, or
+        ``options.out`` holds something else, or data of other settings.
+      OSError: the folder cannot be written.
+    """
+    console = console or Console()
+    if problems := options.problems():
+        raise ValueError("\n".join(problems))
+    meta = _existing(options, files, read_meta, check_whole, console)
+    return write(options, console) if meta is None else meta
+
+
+def _existing(
+    options: OptionsT,
     files: frozenset[str],
     read_meta: Callable[[Path], MetaT],
     check_whole: Callable[[OptionsT, MetaT], object],
     console: Console,
 ) -> MetaT | None:
-    """Returns the meta of ``options.out`` if the folder can stay, None if it must be written.
-
-    Args:
-      files: names of the files that a folder of this kind holds.
-      read_meta: reads ``meta.json``; raises ValueError if it cannot.
-      check_whole: raises ValueError unless the other files are those that ``meta.json`` describes.
-
-    Raises:
-      ValueError: the folder holds something else, or data of other settings.
-    """
+    """Returns the meta of ``options.out`` if the folder can stay, None if it must be written."""
     out = options.out
     if not out.exists():
         return None

@@ -37,6 +37,24 @@ class ImageOptions(folders.DataOptions):
     heldout_fraction: float = 0.2
     """Share of the images that is held out for evaluation, between 0 and 1."""
 
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.image_size is not None and self.image_size < 1:
+            problems.append(f"--image-size={self.image_size} must be at least 1. Nearest valid: 1.")
+        if self.image_size is not None and self.source in _PACKAGES:
+            problems.append(
+                f"--image-size={self.image_size} is for a folder of images; those of "
+                f"--source={self.source} have one size. Leave it out."
+            )
+        if self.source not in _PACKAGES and not Path(self.source).is_dir():
+            near = difflib.get_close_matches(self.source, _PACKAGES, n=1)
+            hint = f" Nearest valid: {near[0]}." if near else ""
+            problems.append(
+                f"--source={self.source} is neither {' nor '.join(_PACKAGES)} nor a folder with "
+                f"one subfolder of images per class.{hint}"
+            )
+        return problems
+
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
         is_package = self.source in _PACKAGES
@@ -63,30 +81,22 @@ class LabelledImages:
 
 
 def prepare(options: ImageOptions, *, console: Console | None = None) -> ImageMeta:
-    """Writes the data folder, or leaves it alone when it is already there and whole.
+    """Writes the data folder, unless it is there and whole: see `folders.prepare`.
 
     Images are split by a hash of their pixels: an image that occurs twice is on one side only, and
     an image keeps its side when others are added.
-
-    Returns:
-      What the folder holds.
-
-    Raises:
-      ValueError: an option is out of range, a package is not installed, the images cannot be used,
-        or ``options.out`` holds something else.
-      OSError: the folder cannot be written.
     """
-    console = console or Console()
-    _check_options(options)
-    existing = folders.existing(
+    return folders.prepare(
         options,
+        _write,
         files=_FILES,
         read_meta=read_meta,
         check_whole=lambda options, _: load(options.out),
         console=console,
     )
-    if existing is not None:
-        return existing
+
+
+def _write(options: ImageOptions, console: Console) -> ImageMeta:
     images = collect_images(options)
     digest = folders.digest([images.pixels.tobytes(), images.labels.tobytes(), *images.classes])
     heldout = split_images(images, heldout_fraction=options.heldout_fraction)
@@ -148,26 +158,6 @@ def split_images(images: LabelledImages, *, heldout_fraction: float) -> np.ndarr
             f" Use a {'smaller' if untrained else 'larger'} fraction, or more images."
         )
     return heldout
-
-
-def _check_options(options: ImageOptions) -> None:
-    problems = options.problems()
-    if options.image_size is not None and options.image_size < 1:
-        problems.append(f"--image-size={options.image_size} must be at least 1. Nearest valid: 1.")
-    if options.image_size is not None and options.source in _PACKAGES:
-        problems.append(
-            f"--image-size={options.image_size} is for a folder of images; those of "
-            f"--source={options.source} have one size. Leave it out."
-        )
-    if options.source not in _PACKAGES and not Path(options.source).is_dir():
-        near = difflib.get_close_matches(options.source, _PACKAGES, n=1)
-        hint = f" Nearest valid: {near[0]}." if near else ""
-        problems.append(
-            f"--source={options.source} is neither {' nor '.join(_PACKAGES)} nor a folder with one "
-            f"subfolder of images per class.{hint}"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _digits() -> LabelledImages:

@@ -103,6 +103,47 @@ class PrepareOptions(folders.DataOptions):
         """Most tokens of a tokenizer that is learned."""
         return _VOCAB_SIZE if self.vocab_size is None else self.vocab_size
 
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        names = ("conversations", "preferences", "rows", "text")
+        sources = {name: getattr(self, name) for name in names}
+        given = [f"--{name}={path}" for name, path in sources.items() if path is not None]
+        if len(given) > 1:
+            problems.append(
+                f"{' and '.join(given)} are {len(given)} sources. Leave all but one of them out, "
+                "and train on several folders with data.mix."
+            )
+        if self.has_messages and self.tokenizer is None:
+            problems.append(
+                f"{given[0]} needs the chat template of a tokenizer. Name its folder with "
+                "--tokenizer."
+            )
+        if self.tokenizer is not None and self.vocab_size is not None:
+            problems.append(
+                f"--vocab-size={self.vocab_size} has no effect with --tokenizer="
+                f"{self.tokenizer}, which is used as it is. Leave one of them out."
+            )
+        elif self.learned_size < MIN_VOCAB_SIZE:
+            problems.append(
+                f"--vocab-size={self.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need "
+                f"one token each. Nearest valid: {MIN_VOCAB_SIZE}."
+            )
+        if self.tokenizer is not None:
+            try:
+                tokenizer_files.read(self.tokenizer)
+                if self.conversations is not None:
+                    tokenizer_files.template(self.tokenizer)
+            except ValueError as error:
+                problems.append(str(error))
+        if not self.most_bytes > 0:
+            problems.append(
+                f"--max-megabytes={self.max_megabytes:g} must be positive, for example 12."
+            )
+        if self.text is not None and not self.text.is_dir():
+            state = "is a file: name its folder" if self.text.is_file() else "does not exist"
+            problems.append(f"--text={self.text} {state}.")
+        return problems
+
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
         own = None
@@ -129,31 +170,23 @@ class Document:
 
 
 def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataMeta:
-    """Writes the data folder, all at once, or leaves it alone when it is there and whole.
-
-    Returns:
-      What the folder holds.
-
-    Raises:
-      ValueError: an option is out of range, there is no text, or ``options.out`` holds something
-        else.
-      OSError: the folder cannot be written.
+    """Writes the data folder, unless it is there and whole: see `folders.prepare`.
 
     Example:
       >>> prepare(PrepareOptions(out=Path("data/stdlib"))).vocab_size  # doctest: +SKIP
       2048
     """
-    console = console or Console()
-    _check_options(options)
-    existing = folders.existing(
+    return folders.prepare(
         options,
+        _write,
         files=_FILES | _BESIDE,
         read_meta=read_meta,
         check_whole=_check_whole,
         console=console,
     )
-    if existing is not None:
-        return existing
+
+
+def _write(options: PrepareOptions, console: Console) -> DataMeta:
     skipped: Counter[str] = Counter()
     groups: Iterator[list[Document]]
     if options.rows is not None:
@@ -166,7 +199,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
         documents, skipped = collect_documents(options)
         digest = folders.digest(part for d in documents for part in (d.name, d.text))
         groups = iter([documents])
-    meta = _write(options, groups, digest, console)
+    meta = _write_groups(options, groups, digest, console)
     for reason, count in sorted(skipped.items()):
         what = "files" if options.rows is None else "rows"
         folders.say(console, f"{what} left out ({reason}): {count}")
@@ -182,7 +215,7 @@ def prepare(options: PrepareOptions, *, console: Console | None = None) -> DataM
     return meta
 
 
-def _write(
+def _write_groups(
     options: PrepareOptions, groups: Iterator[list[Document]], digest: str, console: Console
 ) -> DataMeta:
     """Writes the folder group by group; a tokenizer is learned from the first."""
@@ -390,48 +423,6 @@ def split_documents(
         [document for document in documents if document.name not in heldout_names],
         [document for document in documents if document.name in heldout_names],
     )
-
-
-def _check_options(options: PrepareOptions) -> None:
-    problems = options.problems()
-    names = ("conversations", "preferences", "rows", "text")
-    sources = {name: getattr(options, name) for name in names}
-    given = [f"--{name}={path}" for name, path in sources.items() if path is not None]
-    if len(given) > 1:
-        problems.append(
-            f"{' and '.join(given)} are {len(given)} sources. Leave all but one of them out, and "
-            "train on several folders with data.mix."
-        )
-    if options.has_messages and options.tokenizer is None:
-        problems.append(
-            f"{given[0]} needs the chat template of a tokenizer. Name its folder with --tokenizer."
-        )
-    if options.tokenizer is not None and options.vocab_size is not None:
-        problems.append(
-            f"--vocab-size={options.vocab_size} has no effect with --tokenizer="
-            f"{options.tokenizer}, which is used as it is. Leave one of them out."
-        )
-    elif options.learned_size < MIN_VOCAB_SIZE:
-        problems.append(
-            f"--vocab-size={options.vocab_size} is too small: 256 bytes and {END_OF_TEXT} need one "
-            f"token each. Nearest valid: {MIN_VOCAB_SIZE}."
-        )
-    if options.tokenizer is not None:
-        try:
-            tokenizer_files.read(options.tokenizer)
-            if options.conversations is not None:
-                tokenizer_files.template(options.tokenizer)
-        except ValueError as error:
-            problems.append(str(error))
-    if not options.most_bytes > 0:
-        problems.append(
-            f"--max-megabytes={options.max_megabytes:g} must be positive, for example 12."
-        )
-    if options.text is not None and not options.text.is_dir():
-        state = "is a file: name its folder" if options.text.is_file() else "does not exist"
-        problems.append(f"--text={options.text} {state}.")
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _check_whole(options: PrepareOptions, meta: DataMeta) -> None:

@@ -70,6 +70,28 @@ class TranslationOptions(folders.DataOptions):
     heldout_fraction: float = 0.1
     """Share of the sources that is held out for evaluation, between 0 and 1."""
 
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        smallest = _NUM_BYTES + len(SPECIAL_TOKENS) + len(self.locales)
+        if self.vocab_size < smallest:
+            problems.append(
+                f"--vocab-size={self.vocab_size} is too small: {_NUM_BYTES} bytes, "
+                f"{', '.join(SPECIAL_TOKENS)} and every locale need one token each. "
+                f"Nearest valid: {smallest}."
+            )
+        if self.max_length < 4:
+            problems.append(
+                f"--max-length={self.max_length} leaves no room for text beside two special "
+                "tokens. Nearest valid: 4."
+            )
+        if not self.locales or len(set(self.locales)) < len(self.locales):
+            problems.append(
+                f"--locales={' '.join(self.locales)} must name at least one language, none twice."
+            )
+        if self.catalogues is not None and not self.catalogues.is_dir():
+            problems.append(f"--catalogues={self.catalogues} is not a folder.")
+        return problems
+
     def settings(self) -> dict[str, Any]:
         """Returns the options that decide the content, as ``meta.json`` stores them."""
         folder = self.catalogues
@@ -83,27 +105,12 @@ class TranslationOptions(folders.DataOptions):
 
 
 def prepare(options: TranslationOptions, *, console: Console | None = None) -> TranslationMeta:
-    """Writes the data folder, or leaves it alone when it is already there and whole.
+    """Writes the data folder, unless it is there and whole: see `folders.prepare`."""
+    # Reading the meta compares every digest.
+    return folders.prepare(options, _write, files=_FILES, read_meta=read_meta, console=console)
 
-    Returns:
-      What the folder holds.
 
-    Raises:
-      ValueError: an option is out of range, a package is not installed, a catalogue is missing or
-        malformed, or ``options.out`` holds something else.
-      OSError: the folder cannot be written.
-    """
-    console = console or Console()
-    _check_options(options)
-    existing = folders.existing(
-        options,
-        files=_FILES,
-        read_meta=read_meta,
-        check_whole=lambda options, meta: None,  # reading the meta compares every digest
-        console=console,
-    )
-    if existing is not None:
-        return existing
+def _write(options: TranslationOptions, console: Console) -> TranslationMeta:
     pairs, skipped = collect_pairs(options)
     digest = folders.digest(map(str, map(dataclasses.astuple, pairs)))
     train, heldout = split_pairs(pairs, heldout_fraction=options.heldout_fraction)
@@ -127,7 +134,7 @@ def prepare(options: TranslationOptions, *, console: Console | None = None) -> T
         )
     for reason, count in sorted((+skipped).items()):
         folders.say(console, f"messages left out ({reason}): {count}")
-    meta = _write(options, tokenizer, train, heldout, messages_sha256=digest)
+    meta = _write_pairs(options, tokenizer, train, heldout, messages_sha256=digest)
     folders.say(
         console,
         f"{options.out}: {meta.train} train and {meta.heldout} held-out pairs from English to "
@@ -212,7 +219,7 @@ def _encode(tokenizer: Tokenizer, pairs: Sequence[Pair]) -> tuple[list[list[int]
     return sources, encode_targets(tokenizer, [pair.target for pair in pairs])
 
 
-def _write(
+def _write_pairs(
     options: TranslationOptions,
     tokenizer: Tokenizer,
     train: Sequence[Pair],
@@ -248,30 +255,6 @@ def _write(
 def _lines(pairs: Sequence[Pair]) -> str:
     fields = map(dataclasses.asdict, pairs)
     return "".join(json.dumps(field, ensure_ascii=False) + "\n" for field in fields)
-
-
-def _check_options(options: TranslationOptions) -> None:
-    problems = options.problems()
-    smallest = _NUM_BYTES + len(SPECIAL_TOKENS) + len(options.locales)
-    if options.vocab_size < smallest:
-        problems.append(
-            f"--vocab-size={options.vocab_size} is too small: {_NUM_BYTES} bytes, "
-            f"{', '.join(SPECIAL_TOKENS)} and every locale need one token each. "
-            f"Nearest valid: {smallest}."
-        )
-    if options.max_length < 4:
-        problems.append(
-            f"--max-length={options.max_length} leaves no room for text beside two special tokens. "
-            f"Nearest valid: 4."
-        )
-    if not options.locales or len(set(options.locales)) < len(options.locales):
-        problems.append(
-            f"--locales={' '.join(options.locales)} must name at least one language, none twice."
-        )
-    if options.catalogues is not None and not options.catalogues.is_dir():
-        problems.append(f"--catalogues={options.catalogues} is not a folder.")
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def _folder_name(locale: str, known: Collection[str]) -> str:
