@@ -34,6 +34,7 @@ from models.tensor import Tensor, axis_split
 from models.types import Batch, Key, PyTree
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
+_layer = functools.partial(EncoderLayer, activation=_gelu, stddev=INIT_STDDEV)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,11 +266,7 @@ def _embed(
 ) -> jax.Array:
     tokens_BS = microbatch["tokens"]
     length = tokens_BS.shape[1]
-    if length > config.sequence_length:
-        raise ValueError(
-            f"tokens hold {length} inputs per row, but sequence_length="
-            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
-        )
+    validation.check_length(config, "tokens hold", length)
     embed = outer["embed"]
     positions_TE = sharing.own(embed["positions"][:length], 0)
     segments_BS = microbatch.get("segments", jnp.zeros_like(tokens_BS))
@@ -325,21 +322,6 @@ def _table_split(config: BERTConfig, of_table: int | P) -> dict[str, PyTree]:
 @functools.cache
 def _shapes(config: BERTConfig) -> dict[str, PyTree]:
     return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
-
-
-def _layer(config: BERTConfig, rngs: nnx.Rngs, *, sharing: Sharing = WHOLE) -> EncoderLayer:
-    return EncoderLayer(
-        config.width,
-        config.num_heads,
-        config.hidden_width,
-        activation=_gelu,
-        dropout=config.dropout,
-        epsilon=config.norm_epsilon,
-        dtype=config.compute_dtype,
-        stddev=INIT_STDDEV,
-        sharing=sharing,
-        rngs=rngs,
-    )
 
 
 def _norm(config: BERTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,10 @@ from flax import nnx
 from jaxpipe.nnx import functional
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor
+
+if TYPE_CHECKING:
+    from models.bert import BERTConfig
+    from models.transformer import TransformerConfig
 
 INIT_STDDEV = 0.02
 """Standard deviation of initial matrices in GPT (Radford et al. 2018, section 4.1) and BERT."""
@@ -161,27 +165,22 @@ class EncoderLayer(nnx.Module):
 
     def __init__(
         self,
-        width: int,
-        num_heads: int,
-        hidden: int,
+        config: BERTConfig | TransformerConfig,
+        rngs: nnx.Rngs,
         *,
         activation: Callable[[jax.Array], jax.Array],
-        dropout: float,
-        epsilon: float,
-        dtype: jnp.dtype,
         stddev: float | None,
         sharing: Sharing = WHOLE,
-        rngs: nnx.Rngs,
     ):
-        self.sharing, tensor = sharing, sharing.tensor
-        self.attention = Attention(width, num_heads, stddev=stddev, tensor=tensor, rngs=rngs)
-        self.attention_dropout = nnx.Dropout(dropout, rngs=rngs)
-        self.attention_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(
-            width, hidden, activation=activation, stddev=stddev, tensor=tensor, rngs=rngs
+        self.sharing, width, hidden = sharing, config.width, config.hidden_width
+        shared: dict[str, Any] = {"stddev": stddev, "tensor": sharing.tensor, "rngs": rngs}
+        norm = functools.partial(
+            layer_norm, width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
         )
-        self.mlp_dropout = nnx.Dropout(dropout, rngs=rngs)
-        self.mlp_norm = layer_norm(width, epsilon=epsilon, dtype=dtype, rngs=rngs)
+        self.attention = Attention(width, config.num_heads, **shared)
+        self.attention_dropout, self.attention_norm = nnx.Dropout(config.dropout, rngs=rngs), norm()
+        self.mlp = MLP(width, hidden, activation=activation, **shared)
+        self.mlp_dropout, self.mlp_norm = nnx.Dropout(config.dropout, rngs=rngs), norm()
 
     def __call__(self, x_BTE: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         dropout = self.sharing.dropout

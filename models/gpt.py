@@ -24,7 +24,7 @@ from flax import nnx
 
 from jaxpipe import Appended, Model, Weighted, WithLoss, vocabulary
 from jaxpipe.nnx import functional, stateful
-from models import experts, gpt_split, linear_attention, streams
+from models import experts, gpt_split, linear_attention, streams, validation
 from models.adapters import adapted_names, attach, linear_maps
 from models.attention import Attention, Cache, empty_cache
 from models.block_attention import document_starts
@@ -401,7 +401,7 @@ def model(
                 f"Slices of sequences need {missing} in the batch, int32 [rows, S]: a slice does "
                 "not hold the token after its last, nor know its place."
             )
-        _check_length(config, num_slices * microbatch["tokens"].shape[1])
+        validation.check_length(config, "tokens hold", num_slices * microbatch["tokens"].shape[1])
 
     def carry(x: jax.Array, microbatch: Batch, num_slices: int) -> dict[str, Appended]:
         check_slices(microbatch, num_slices)
@@ -788,7 +788,7 @@ def _embed(
 ) -> jax.Array:  # fmt: skip
     tokens_BS, documents_BS = _inputs(microbatch), microbatch.get("documents")
     length = tokens_BS.shape[1]
-    _check_length(config, length)
+    validation.check_length(config, "tokens hold", length)
     ids_BT = sharing.context.own(tokens_BS, 1)
     sharing.tensor.part(ids_BT.shape[1], "sequence length")
     dtype = config.compute_dtype
@@ -810,14 +810,6 @@ def _embed(
         return x_BTE
     drop = functools.partial(nnx.Dropout(config.dropout), rngs=rng)
     return sharing.dropout(drop, x_BTE)
-
-
-def _check_length(config: GPTConfig, length: int) -> None:
-    if length > config.sequence_length:
-        raise ValueError(
-            f"tokens hold {length} inputs per row, but sequence_length="
-            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
-        )
 
 
 def _final_norm(config: GPTConfig, outer: PyTree, x: jax.Array) -> jax.Array:

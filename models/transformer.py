@@ -38,6 +38,7 @@ from models.types import Batch, Key, PyTree
 Ends = dict[str, jax.Array]
 """``{"source", "target"}``, which travels between layers."""
 KeysValues = tuple[jax.Array, ...]
+_encoder_layer = functools.partial(EncoderLayer, activation=nnx.relu, stddev=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,11 +340,7 @@ def _embed(
     name: str, **over: Any,
 ) -> jax.Array:  # fmt: skip
     length = tokens_BT.shape[1]
-    if length > config.sequence_length:
-        raise ValueError(
-            f"{name} holds {length} inputs per row, but sequence_length="
-            f"{config.sequence_length}. Nearest valid: {config.sequence_length} or fewer."
-        )
+    validation.check_length(config, f"{name} holds", length)
     positions_TE = sharing.own(positions(length, config.width), 0)
     table, dtype = outer["embed"]["table"], config.compute_dtype
     x_BTE = math.sqrt(config.width) * vocabulary.lookup(table, tokens_BT, dtype=dtype, **over)
@@ -368,20 +365,3 @@ def _layer_modules(config: TransformerConfig) -> tuple[Callable[..., nnx.Module]
     """Lists the functions that make each layer's module, in model order."""
     encoder, decoder = config.num_encoder_layers, config.num_decoder_layers
     return (_encoder_layer,) * encoder + (DecoderLayer,) * decoder
-
-
-def _encoder_layer(
-    config: TransformerConfig, rngs: nnx.Rngs, *, sharing: Sharing = WHOLE
-) -> EncoderLayer:
-    return EncoderLayer(
-        config.width,
-        config.num_heads,
-        config.hidden_width,
-        activation=nnx.relu,
-        dropout=config.dropout,
-        epsilon=config.norm_epsilon,
-        dtype=config.compute_dtype,
-        stddev=None,
-        sharing=sharing,
-        rngs=rngs,
-    )

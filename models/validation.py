@@ -76,6 +76,18 @@ def wrong_probability(config: Any, name: str) -> Iterator[Problem]:
         yield Problem(name, value, "must be at least 0 and below 1", (0 if value < 0 else 0.9,))
 
 
+def check_length(config: Any, what: str, length: int) -> None:
+    """Raises ValueError if rows of a batch are longer than the model's sequences.
+
+    ``what`` begins the message, such as "tokens hold".
+    """
+    if length > (most := config.sequence_length):
+        raise ValueError(
+            f"{what} {length} inputs per row, but sequence_length={most}. Nearest valid: "
+            f"{most} or fewer."
+        )
+
+
 def not_a_divisor(name: str, value: int, of: str, whole: int) -> Problem:
     """Says that a field must divide another one, and which values nearby do."""
     return Problem(name, value, f"must divide ${of}", nearest_divisors(whole, value), {of: whole})
