@@ -6,6 +6,8 @@ one field of theirs means, see `models.hugging_face_family`.
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +32,7 @@ from models.hugging_face_family import (
     flag,
     further_layer,
     linear_layers,
+    read_value,
     rotary,
     shared_experts,
     unlike,
@@ -53,6 +56,15 @@ def _experts(shared: str = "shared_experts", **others: str | tuple[str, ...]) ->
         **{f"mlp/shared/{kind}": f"mlp.{shared}.{kind}_proj" for kind in kinds},
         **{f"mlp/{ours}": theirs for ours, theirs in others.items()},
     }
+
+
+def _neox(attention: str) -> Modules:
+    """Names the modules of GPT-NeoX, and of those that call its attention differently."""
+    return {
+        "attention_norm": "input_layernorm", "attention/qkv": f"{attention}.query_key_value",
+        "attention/out": f"{attention}.dense", "mlp_norm": "post_attention_layernorm",
+        "mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h",
+    }  # fmt: skip
 
 
 def _neighbors(config: GPTConfig) -> np.ndarray:
@@ -113,6 +125,10 @@ def _falcon() -> Meaning:
         return ["residual"] if is_new(config) and config.residual == "sequential" else []
 
     return Meaning(("num_kv_heads", "residual"), read, write, misfits)
+
+
+def _whole_queries(config: GPTConfig) -> Modules:
+    return {} if config.query_rank is not None else {"attention/query": "self_attn.q_proj"}
 
 
 def _falcon_norms(config: GPTConfig) -> Modules:
@@ -195,6 +211,13 @@ _LLAMA: Modules = {
 _QK_NORMS: Modules = {
     "attention/query_norm": "self_attn.q_norm", "attention/key_norm": "self_attn.k_norm",
 }
+_QK_LAYERNORMS: Modules = {
+    "attention/query_norm": "self_attn.q_layernorm", "attention/key_norm": "self_attn.k_layernorm",
+}
+_HUNYUAN_NORMS: Modules = {
+    "attention/query_norm": "self_attn.query_layernorm",
+    "attention/key_norm": "self_attn.key_layernorm",
+}
 _POST_NORMS: Modules = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
@@ -235,11 +258,6 @@ _GPT: Modules = {
 _GPT_ENDS: Modules = {
     "embed/table": "transformer.wte", "embed/positions": "transformer.wpe",
     "head/norm": "transformer.ln_f",
-}
-_NEOX: Modules = {
-    "attention_norm": "input_layernorm", "attention/qkv": "attention.query_key_value",
-    "attention/out": "attention.dense", "mlp_norm": "post_attention_layernorm",
-    "mlp/up": "mlp.dense_h_to_4h", "mlp/down": "mlp.dense_4h_to_h",
 }
 _GATE_UP = (Fused(".mlp.gate_up_proj.weight", (".mlp.gate_proj.weight", ".mlp.up_proj.weight")),)
 _GRANITE_FUSED = (
@@ -304,6 +322,7 @@ _LINEAR_FIELDS = {
 _LINEAR_DEFAULTS = dict(zip(_LINEAR_FIELDS.values(), (16, 32, 128, 128, 4), strict=True))
 _LATENT_NEEDED = ("rotary_size", "value_size", "kv_rank", "num_experts", "expert_width")
 _OF_LAYER_NORM = {"norm": "layer"}
+_OF_OLMO_2 = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"}
 _ROTARY, _SILU, _NO_BIASES = rotary(), activation(), biases()
 _ATTENTION_BIASES = biases(qkv="attention_bias", out="attention_bias")
 _ATTENTION_AND_MLP = biases(qkv="attention_bias", out="attention_bias", mlp="mlp_bias")
@@ -454,8 +473,8 @@ DECODERS = {
     ),
     "gpt_oss": _decoder(
         "GptOssForCausalLM",
-        _LLAMA | {"attention/sinks": "=self_attn.sinks", "mlp/router": "mlp.router"} |
-            {f"mlp/experts/{name}": f"mlp.experts.{name}" for name in ("up", "gate", "down")},
+        _LLAMA | {"attention/sinks": "=self_attn.sinks", "mlp/router": "mlp.router",
+            **{f"mlp/experts/{name}": f"mlp.experts.{name}" for name in ("up", "gate", "down")}},
         windows(2), act=None, bias=biases(qkv=True, out=True, mlp=True),
         fixed={"activation": "clamped_swiglu", "attention_sinks": True, "expert_bias": True},
         fields=_LOCAL_EXPERTS, needed=("num_experts", "window"),
@@ -471,8 +490,7 @@ DECODERS = {
         required={"attention_bias": (False,), "rope_interleave": (True,),
             "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
         defaults={"norm_topk_prob": True},
-        renamed=lambda config: ({} if config.query_rank is not
-            None else {"attention/query": "self_attn.q_proj"}),
+        renamed=_whole_queries,
         unread=(".embed_tokens.weight", ".shared_head.head.weight"), token_ids=TokenIds(0, 1),
         init_state=gpt.init_state,
     ),
@@ -500,13 +518,13 @@ DECODERS = {
     ),
     "olmo2": _decoder(
         "Olmo2ForCausalLM", _LLAMA | _QK_NORMS | _POST_NORMS, bias=_ATTENTION_BIASES,
-        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"},
+        fixed=_OF_OLMO_2,
         fields=_NO_HEAD_SIZE, token_ids=TokenIds(None, 50279, 1),
     ),
     "olmo3": _decoder(
         "Olmo3ForCausalLM", _LLAMA | _QK_NORMS | _POST_NORMS, windows(4),
         rope=rotary(two_thetas=True), bias=_ATTENTION_BIASES,
-        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"},
+        fixed=_OF_OLMO_2,
         fields=_NO_HEAD_SIZE, defaults={"sliding_window": 4096}, token_ids=TokenIds(None, 50279, 1),
     ),
     "olmoe": _decoder(
@@ -519,7 +537,7 @@ DECODERS = {
     "flex_olmo": _decoder(
         "FlexOlmoForCausalLM", _LLAMA | _QK_NORMS | _experts() | _POST_NORMS,
         bias=_ATTENTION_BIASES,
-        fixed={"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_scope": "all"},
+        fixed=_OF_OLMO_2,
         fields=_EXPERTS | _NO_HEAD_SIZE | {"normalized_scores": "norm_topk_prob"},
         needed=("num_experts",), defaults={"router_aux_loss_coef": 0.01},
         token_ids=TokenIds(None, 100257, 100277),
@@ -594,8 +612,7 @@ DECODERS = {
             "expert_groups", "groups_per_token")), needed=(*_LATENT_NEEDED, "shared_width"),
         required={"attention_bias": (False,), "scoring_func": ("softmax",),
             "norm_topk_prob": (False,), "moe_layer_freq": (1,)}, defaults=_DEEPSEEK_DEFAULTS,
-        renamed=lambda config: ({} if config.query_rank is not
-            None else {"attention/query": "self_attn.q_proj"}), token_ids=TokenIds(100000, 100001),
+        renamed=_whole_queries, token_ids=TokenIds(100000, 100001),
     ),
     "minimax_m2": _decoder(
         "MiniMaxM2ForCausalLM", _LLAMA | _QK_NORMS | _MIXTRAL, chosen_by_bias(),
@@ -653,16 +670,12 @@ DECODERS = {
         init_state=gpt.init_state,
     ),
     "hunyuan_v1_dense": _decoder(
-        "HunYuanDenseV1ForCausalLM",
-        _LLAMA | {"attention/query_norm": "self_attn.query_layernorm",
-            "attention/key_norm": "self_attn.key_layernorm"}, bias=_ATTENTION_BIASES,
+        "HunYuanDenseV1ForCausalLM", _LLAMA | _HUNYUAN_NORMS, bias=_ATTENTION_BIASES,
         fixed={"qk_norm": True, "qk_norm_scope": "rotated"}, token_ids=TokenIds(1, 2, 0),
     ),
     "hunyuan_v1_moe": _decoder(
         "HunYuanMoEV1ForCausalLM",
-        _LLAMA | _experts("shared_mlp", router="mlp.gate.wg") |
-            {"attention/query_norm": "self_attn.query_layernorm",
-            "attention/key_norm": "self_attn.key_layernorm"}, _hunyuan_experts(),
+        _LLAMA | _HUNYUAN_NORMS | _experts("shared_mlp", router="mlp.gate.wg"), _hunyuan_experts(),
         bias=_ATTENTION_BIASES, fixed={"qk_norm": True, "qk_norm_scope": "rotated"},
         fields={"num_experts": "num_experts"}, needed=("num_experts", "shared_width"),
         token_ids=TokenIds(1, 2, 0),
@@ -702,7 +715,7 @@ DECODERS = {
             "hidden_act": "gelu_pytorch_tanh"}, token_ids=TokenIds(50256, 50256),
     ),
     "gpt_neox": _decoder(
-        "GPTNeoXForCausalLM", _NEOX, dropout("hidden_dropout"),
+        "GPTNeoXForCausalLM", _neox("attention"), dropout("hidden_dropout"),
         flag("use_parallel_residual", default=True, residual="parallel_norms"),
         rope=rotary("rotary_pct", share=0.25, theta="rotary_emb_base"), act=activation(GELU),
         bias=biases(qkv="attention_bias", out="attention_bias", mlp=True, norm=True),
@@ -755,10 +768,8 @@ DECODERS = {
         token_ids=TokenIds(50256, 50256),
     ),
     "falcon": _decoder(
-        "FalconForCausalLM",
-        {name: theirs.replace("attention.", "self_attention.") if isinstance(theirs,
-            str) else theirs for name, theirs in _NEOX.items()}, dropout("hidden_dropout"),
-        _falcon(), act=activation(GELU, "activation"),
+        "FalconForCausalLM", _neox("self_attention"), dropout("hidden_dropout"), _falcon(),
+        act=activation(GELU, "activation"),
         bias=biases(qkv="bias", out="bias", mlp="bias", norm=True), fixed=_OF_LAYER_NORM,
         fields=_NO_HEAD_SIZE | {"num_kv_heads": None, "mlp_width": "ffn_hidden_size",
             "norm_epsilon": "layer_norm_epsilon"}, required={"alibi": (False,)},
@@ -770,8 +781,8 @@ DECODERS = {
     ),
     "stablelm": _decoder(
         "StableLmForCausalLM",
-        _LLAMA | {"attention/query_norm": "self_attn.q_layernorm.norms.{}"} |
-            {"attention/key_norm": "self_attn.k_layernorm.norms.{}"}, dropout("hidden_dropout"),
+        _LLAMA | {"attention/query_norm": "self_attn.q_layernorm.norms.{}",
+            "attention/key_norm": "self_attn.k_layernorm.norms.{}"}, dropout("hidden_dropout"),
         flag("use_parallel_residual", residual="parallel"),
         flag("qk_layernorm", qk_norm=True, qk_norm_scope="each"),
         rope=rotary("partial_rotary_factor", share=0.25),
@@ -781,9 +792,8 @@ DECODERS = {
     ),
     "phi": _decoder(
         "PhiForCausalLM",
-        _LLAMA | {"attention/query_norm": "self_attn.q_layernorm",
-            "attention/key_norm": "self_attn.k_layernorm", "attention/out": "self_attn.dense",
-            "mlp/up": "mlp.fc1", "mlp/down": "mlp.fc2"}, dropout("resid_pdrop", "embd_pdrop"),
+        _LLAMA | _QK_LAYERNORMS | {"attention/out": "self_attn.dense", "mlp/up": "mlp.fc1",
+            "mlp/down": "mlp.fc2"}, dropout("resid_pdrop", "embd_pdrop"),
         flag("qk_layernorm", qk_norm=True), rope=rotary("partial_rotary_factor", share=0.5),
         act=activation(GELU), bias=_ALL_BIASES,
         fixed=_OF_LAYER_NORM | {"residual": "parallel", "head_bias": True},
@@ -792,10 +802,7 @@ DECODERS = {
     ),
     "persimmon": _decoder(
         "PersimmonForCausalLM",
-        {name: theirs.replace("attention.", "self_attn.") if isinstance(theirs,
-            str) else theirs for name, theirs in _NEOX.items()} |
-            {"attention/query_norm": "self_attn.q_layernorm"} |
-            {"attention/key_norm": "self_attn.k_layernorm"}, dropout("hidden_dropout"),
+        _neox("self_attn") | _QK_LAYERNORMS, dropout("hidden_dropout"),
         flag("qk_layernorm", default=True, qk_norm=True),
         rope=rotary("partial_rotary_factor", share=0.5), act=activation(GELU), bias=_ALL_BIASES,
         fixed=_OF_LAYER_NORM, fields=_LAYER_NORM_EPS | _NO_HEAD_SIZE | {"num_kv_heads": None},
@@ -842,6 +849,14 @@ DECODERS = {
 # BERT and ResNets.
 
 
+_BERT = {
+    "vocab_size": "vocab_size", "sequence_length": "max_position_embeddings",
+    "num_layers": "num_hidden_layers", "width": "hidden_size", "num_heads": "num_attention_heads",
+    "mlp_width": "intermediate_size", "num_segments": "type_vocab_size",
+    "dropout": "hidden_dropout_prob", "norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
+
+
 def _read_bert(fields: Fields) -> BERTConfig:
     fields.require(
         hidden_act=("gelu",),
@@ -850,36 +865,23 @@ def _read_bert(fields: Fields) -> BERTConfig:
         tie_word_embeddings=(True,),
         position_embedding_type=("absolute",),
     )
-    return BERTConfig(
-        vocab_size=fields.size("vocab_size"),
-        sequence_length=fields.size("max_position_embeddings"),
-        num_layers=fields.layers("num_hidden_layers"),
-        width=fields.size("hidden_size"),
-        num_heads=fields.size("num_attention_heads"),
-        mlp_width=fields.size("intermediate_size"),
-        num_segments=fields.size("type_vocab_size"),
-        # The config does not say which heads the weights have.
-        next_sentence="cls.seq_relationship.weight" in fields.tensors,
-        dropout=fields.number("hidden_dropout_prob"),
-        norm_epsilon=fields.number("layer_norm_eps"),
-    )
+    kinds = typing.get_type_hints(BERTConfig)
+    values = {
+        ours: read_value(fields, (theirs,), kinds[ours], needed=True)
+        for ours, theirs in _BERT.items()
+    }
+    # The config does not say which heads the weights have.
+    return BERTConfig(next_sentence="cls.seq_relationship.weight" in fields.tensors, **values)
 
 
 def _write_bert(config: BERTConfig) -> dict[str, Any]:
     head = "BertForPreTraining" if config.next_sentence else "BertForMaskedLM"
+    whole = dataclasses.replace(config, mlp_width=config.hidden_width)
     return {
         "architectures": [head],
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.sequence_length,
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.width,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.hidden_width,
-        "type_vocab_size": config.num_segments,
+        **{theirs: getattr(whole, ours) for ours, theirs in _BERT.items()},
         "hidden_act": "gelu",
-        "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": 0.0,
-        "layer_norm_eps": config.norm_epsilon,
     }
 
 

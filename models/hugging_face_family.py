@@ -168,7 +168,7 @@ class Decoder:
         values = dict(self.fixed)
         needed = {*self.needed, "mlp_width"} - {*self.optional}
         for ours, theirs in self.names.items():
-            values[ours] = _value(fields, theirs, kinds[ours], needed=ours in needed)
+            values[ours] = read_value(fields, theirs, kinds[ours], needed=ours in needed)
         for meaning in self.meanings:
             values |= meaning.read(fields)
         if values.get("head_size") == values["width"] // values["num_heads"]:
@@ -187,7 +187,7 @@ class Decoder:
         return {"architectures": [self.name], **written, **required}
 
 
-def _value(fields: Fields, names: tuple[str, ...], kind: Any, *, needed: bool) -> Any:
+def read_value(fields: Fields, names: tuple[str, ...], kind: Any, *, needed: bool) -> Any:
     """Reads a field of ``config.json``, with the type of ours."""
     name = next((n for n in names if fields.get(n, None) is not None), names[0])
     if name in NUM_LAYERS:
