@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,48 +54,44 @@ class Stem(nnx.Module):
         return x
 
 
-class Basic(nnx.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+class Block(nnx.Module):
+    """Convolutions with a ReLU between each two, beside a shortcut.
 
-    expansion = 1
+    The first convolution of 3x3 has the stride; the last has ``expansion`` times the channels.
+    """
 
-    def __init__(
-        self, config: ResNetConfig, in_channels: int, channels: int, *, stride: int, rngs: nnx.Rngs
-    ):
-        conv = functools.partial(ConvNorm, config, rngs=rngs)
-        self.convs = nnx.List(
-            [
-                conv(in_channels, channels, size=3, stride=stride),
-                conv(channels, channels, size=3),
-            ]
-        )
-        self.shortcut = Shortcut(config, in_channels, channels, stride=stride, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
-
-
-class Bottleneck(nnx.Module):
-    """Convolutions 1x1, 3x3, 1x1 beside a shortcut; the last has four times the channels."""
-
-    expansion = 4
+    sizes: ClassVar[tuple[int, ...]]
+    expansion: ClassVar[int]
 
     def __init__(
         self, config: ResNetConfig, in_channels: int, channels: int, *, stride: int, rngs: nnx.Rngs
     ):
-        conv = functools.partial(ConvNorm, config, rngs=rngs)
         out_channels = self.expansion * channels
+        widths = [in_channels, *[channels] * (len(self.sizes) - 1), out_channels]
+        strides = [stride if n == self.sizes.index(3) else 1 for n in range(len(self.sizes))]
         self.convs = nnx.List(
-            [
-                conv(in_channels, channels, size=1),
-                conv(channels, channels, size=3, stride=stride),
-                conv(channels, out_channels, size=1),
-            ]
+            ConvNorm(config, ins, outs, size=size, stride=own, rngs=rngs)
+            for ins, outs, size, own in zip(widths, widths[1:], self.sizes, strides, strict=False)
         )
         self.shortcut = Shortcut(config, in_channels, out_channels, stride=stride, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.relu(_chain(self.convs, x) + self.shortcut(x))
+        y = self.convs[0](x)
+        for conv in self.convs[1:]:
+            y = conv(nnx.relu(y))
+        return nnx.relu(y + self.shortcut(x))
+
+
+class Basic(Block):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    sizes, expansion = (3, 3), 1
+
+
+class Bottleneck(Block):
+    """Convolutions 1x1, 3x3, 1x1 beside a shortcut; the last has four times the channels."""
+
+    sizes, expansion = (1, 3, 1), 4
 
 
 class Shortcut(nnx.Module):
@@ -120,13 +114,6 @@ class Shortcut(nnx.Module):
             return self.conv(x)
         x = x[:, :: self.stride, :: self.stride]
         return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new_channels)))
-
-
-def _chain(convs: Sequence[ConvNorm], x: jax.Array) -> jax.Array:
-    """Runs the convolutions one after the other, with a ReLU between each two."""
-    for conv in convs[:-1]:
-        x = nnx.relu(conv(x))
-    return convs[-1](x)
 
 
 def _norm(config: ResNetConfig, channels: int, rngs: nnx.Rngs) -> nnx.BatchNorm | nnx.GroupNorm:
