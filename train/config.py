@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -498,6 +498,16 @@ class Config(Section):
         for path in paths:
             remove(values, path.split("."))
         return Config.model_validate(values)
+
+    def changed(self, **sections: Mapping[str, Any]) -> Config:
+        """Returns the configuration with other values in some sections.
+
+        Example:
+          >>> Config().changed(mesh={"stage": 2, "data": 1}).mesh.num_devices
+          2
+        """
+        update = {name: getattr(self, name).model_copy(update=w) for name, w in sections.items()}
+        return self.model_copy(update=update)
 
     def to_record(self) -> dict[str, Any]:
         """Returns the fields as a run records them: without those that say how it was started."""

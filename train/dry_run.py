@@ -118,8 +118,7 @@ def _show_steady_state(console: Console, setup: Setup, mode: Asynchronous) -> No
 
 def _show_updates(console: Console, setup: Setup) -> None:
     """Shows the memory that updates chunk by chunk save."""
-    rng = jax.eval_shape(lambda: setup.rng(0))
-    after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, rng).values())
+    after = sum(predicted_bytes(setup.pipe, setup.batch_shapes, setup.rng_shape).values())
     say(
         console,
         f"pipeline.update=chunk: gradients of {setup.pipe.chunk_table.reduces.num_slots} of "
@@ -194,7 +193,7 @@ def show_step(console: Console, setup: Setup) -> None:
     """Compiles the step and shows its memory, as predicted and as compiled, and a verdict."""
     with announced(console, "the training step"):
         compiled = setup.compile().memory_analysis()
-    state, rng = setup.state_shapes, jax.eval_shape(lambda: setup.rng(0))
+    state, rng = setup.state_shapes, setup.rng_shape
     by_chunk = setup.optimizer if setup.config.pipeline.update == "chunk" else None
     with announced(console, "its smallest form, for the layer at work"):
         predicted = predicted_bytes(setup.pipe, setup.batch_shapes, rng, by_chunk=by_chunk)

@@ -161,8 +161,7 @@ class Asynchronous(Mode):
     @cached_property
     def shapes(self) -> PyTree:
         """Shapes and shardings of the carried state."""
-        rng = jax.eval_shape(lambda: self.setup.rng(0))
-        shapes = jax.eval_shape(self._fill, self.setup.state_shapes, rng, 0)
+        shapes = jax.eval_shape(self._fill, self.setup.state_shapes, self.setup.rng_shape, 0)
 
         def of(sharding: NamedSharding, part: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: with_sharding(leaf, sharding), part)
@@ -184,8 +183,7 @@ class Asynchronous(Mode):
 
         shardings = self._shardings, self.setup.replicated
         jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-        rng = jax.eval_shape(lambda: self.setup.rng(0))
-        return jitted.lower(self.shapes, self.setup.batch_shapes, rng).compile()
+        return jitted.lower(self.shapes, self.setup.batch_shapes, self.setup.rng_shape).compile()
 
     @cached_property
     def _settle(self) -> jax.stages.Wrapped:

@@ -81,9 +81,8 @@ def without_choice(config: Config) -> Config:
     """Gives a configuration whose schedule is chosen later one that fits like all choices."""
     # The noise scale needs two microbatches.
     fewest = 2 if config.train.noise_every else 1
-    default: dict[str, object] = {"schedule": _SYNCHRONOUS, "chunks": None, "microbatches": fewest}
-    pipeline = config.pipeline.model_copy(update=default)
-    return config.model_copy(update={"pipeline": pipeline})
+    default = {"schedule": _SYNCHRONOUS, "chunks": None, "microbatches": fewest}
+    return config.changed(pipeline=default)
 
 
 def is_asynchronous(config: Config) -> bool:
@@ -146,8 +145,7 @@ def any_order(config: Config) -> Schedule:
     if not chooses_placement(config):
         return order(config)
     few = min(config.pipeline.microbatches, config.mesh.stage)
-    pipeline = config.pipeline.model_copy(update={"microbatches": few})
-    few_microbatches = config.model_copy(update={"pipeline": pipeline})
+    few_microbatches = config.changed(pipeline={"microbatches": few})
     return searched(few_microbatches, [1.0] * config.num_layers, seconds=0)
 
 

@@ -123,9 +123,9 @@ class Planned:
         train = {"batch_size": plan.batch_rows}
         if steps is not None:
             train["steps"] = max(steps, config.optimizer.warmup_steps)
+        optimizer = {"offload": plan.on_host.state}
         changed = {"mesh": mesh, "pipeline": pipeline, "train": train, "costs": _of_chunk(costs)}
-        changed["optimizer"] = {"offload": plan.on_host.state}
-        return _changed(config, changed).to_yaml()
+        return config.changed(**changed, optimizer=optimizer).to_yaml()
 
     def compiled_bytes(self, plan: Plan, costs: Costs, device: str) -> int:
         """Compiles the configuration with a plan in a process of its own (`train.compiled`)."""
@@ -176,10 +176,10 @@ class Planned:
         goal = Goal(None, (model.batch_rows,))
         result = search(model, [devices], goal, on_host=on_host, allowed=allowed)
         best = result.best[0]
-        changed = {"pipeline": _chosen(best.plan), "costs": _of_chunk(chunk_costs(best.placed))}
+        costs = _of_chunk(chunk_costs(best.placed))
         words = [f"pipeline.schedule=plan on {device}s: {_in_words(best)}"]
         words += [f"then {_in_words(other)}" for other in result.best[1:3]]
-        return _changed(config, changed), "; ".join(words)
+        return config.changed(pipeline=_chosen(best.plan), costs=costs), "; ".join(words)
 
     @cached_property
     def _params(self) -> Any:
@@ -204,8 +204,7 @@ class Planned:
         """Makes the configuration of few layers on the devices of one."""
         shape = {"stage": 1, "data": expert, "replica": 1, "expert": expert}
         shape |= {"context": context, "tensor": tensor}
-        mesh = self.config.mesh.model_copy(update=shape)
-        return self._few.model_copy(update={"mesh": mesh})
+        return self._few.changed(mesh=shape)
 
     def _may_share(self, context: int, tensor: int, expert: int) -> bool:
         config = self._sharing(context, tensor, expert)
@@ -223,14 +222,13 @@ class Planned:
 
     def _may_cut(self, context: int, tensor: int, slices: int) -> bool:
         config = self._sharing(context, tensor, 1)
-        return not any(checks.slices(_changed(config, {"pipeline": {"sequence_slices": slices}})))
+        return not any(checks.slices(config.changed(pipeline={"sequence_slices": slices})))
 
     @without_garbage_collection()
     def _traced(self, cases: Sequence[Variant]) -> dict[Variant, Sizes]:
         """Traces the model for choices that differ in the policy of rematerialization alone."""
         case, remats = cases[0], [case.remat for case in cases]
-        pipeline = {"sequence_slices": case.slices}
-        config = _changed(self._sharing(*case.mesh), {"pipeline": pipeline})
+        config = self._sharing(*case.mesh).changed(pipeline={"sequence_slices": case.slices})
         key = jax.eval_shape(lambda: jax.random.key(0)) if self.task.dropout else None
         with attention_of_gpus(compute_capability="8.0"):
             axes = config.mesh.shared_axes()
@@ -284,13 +282,6 @@ def _powers(most: int) -> list[int]:
 def _batch(row: Any, rows: int) -> Any:
     """Shapes of so many rows."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), row)
-
-
-def _changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:
-    changed = {
-        name: getattr(config, name).model_copy(update=update) for name, update in sections.items()
-    }
-    return config.model_copy(update=changed)
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
@@ -359,8 +350,8 @@ def read(path: Path) -> Planned:
     config = parsed.config.reset(["mesh", "pipeline", "costs", "asynchronous"])
     # A named schedule, since the default one is searched for.
     given = parsed.config.pipeline
-    pipeline = {"fp8": given.fp8, "fp8_recipe": given.fp8_recipe, "schedule": "1f1b"}
-    config = _changed(config, {"pipeline": pipeline})
+    kept = {"fp8": given.fp8, "fp8_recipe": given.fp8_recipe}
+    config = config.changed(pipeline=kept | {"schedule": "1f1b"})
     wrong = checks.check(config, writes=False, reads=False)
     messages = [failure.message for failure in (*parsed.failures, *wrong) if _matters(failure)]
     refuse(messages)

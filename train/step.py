@@ -105,8 +105,7 @@ class Setup:
         self._updating_step = self._chunk_by_chunk()
 
     def _task(self, vocabulary: str) -> Task:
-        pipeline = self.config.pipeline.model_copy(update={"vocabulary": vocabulary})
-        return tasks.make(self.config.model_copy(update={"pipeline": pipeline}))
+        return tasks.make(self.config.changed(pipeline={"vocabulary": vocabulary}))
 
     def _choose(self) -> Choice:
         given = self.config.pipeline.vocabulary
@@ -127,12 +126,9 @@ class Setup:
         given, even = pipeline_section.own_counts(self.config), [1.0] * self.task.num_layers
         equal = partition(even, order.placement)
         self.task = self._task("ends")
-        probe = self._pipeline(order, given or equal)
-        batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
-        layers = [part.f + part.b + part.w for part in layer_costs(probe, batch, rng)]
+        layers, ends = self._costs(order, given or equal, ends=True)
         given = equal if self.config.pipeline.partition == "equal" else given
-        costs, ends = pipeline_section.costs(self.config), end_costs(probe, batch, rng)
-        fastest, *_ = cuts(order, costs, layers, *ends, given=given)
+        fastest, *_ = cuts(order, pipeline_section.costs(self.config), layers, *ends, given=given)
         return "split" if fastest.together else "ends"
 
     def _partition(self) -> tuple[Schedule, list[float], tuple[int, ...]]:
@@ -144,14 +140,7 @@ class Setup:
         ends = self._ends_compute
         if alike and not ends:
             return order, even, counts
-        # Any partition serves to inspect the layers.
-        probe = self._pipeline(order, counts)
-        batch, rng = self._batch_shapes(probe), jax.eval_shape(lambda: self.rng(0))
-        parts = layer_costs(probe, batch, rng, measure=rule == "measured")
-        layers = [part.f + part.b + part.w for part in parts]
-        embed, head = 0.0, 0.0
-        if ends:
-            embed, head = end_costs(probe, batch, rng, measure=rule == "measured")
+        layers, (embed, head) = self._costs(order, counts, ends=ends, measure=rule == "measured")
         costs = [*layers]
         costs[0], costs[-1] = costs[0] + embed, costs[-1] + head
         if pipeline_section.own_counts(self.config) is not None:
@@ -163,6 +152,18 @@ class Setup:
             return order, costs, partition(weights, order.placement)
         found = cuts(order, pipeline_section.costs(self.config), layers, embed, head)
         return order, costs, next(cut.layer_counts for cut in found if not cut.together)
+
+    def _costs(
+        self, order: Schedule, counts: Sequence[int], *, ends: bool, measure: bool = False
+    ) -> tuple[list[float], tuple[float, float]]:
+        """Counts or measures the costs of all layers, and of embedding and head if asked for.
+
+        Any partition serves to inspect the layers.
+        """
+        probe = self._pipeline(order, counts)
+        given = probe, self._batch_shapes(probe), self.rng_shape
+        layers = [part.f + part.b + part.w for part in layer_costs(*given, measure=measure)]
+        return layers, end_costs(*given, measure=measure) if ends else (0.0, 0.0)
 
     @cached_property
     def chunk_costs(self) -> list[Costs]:
@@ -202,7 +203,7 @@ class Setup:
             pipe = self._unchecked(order, counts, train=train)
             if self.config.pipeline.fp8 is not None:
                 # What layers do with the weights shows when they are traced.
-                layer_costs(pipe, self._batch_shapes(pipe), jax.eval_shape(lambda: self.rng(0)))
+                layer_costs(pipe, self._batch_shapes(pipe), self.rng_shape)
         except ArgumentError as error:
             failures = errors.of_pipeline(error, self.config.pipeline.schedule)
             raise errors.ConfigError(list(failures)) from error
@@ -257,6 +258,11 @@ class Setup:
         if not self.task.dropout:
             return None
         return jax.random.fold_in(self._key, step)
+
+    @property
+    def rng_shape(self) -> Key:
+        """The shape of a step's key."""
+        return jax.eval_shape(lambda: self.rng(0))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -389,8 +395,7 @@ class Setup:
 
     def lower(self) -> jax.stages.Lowered:
         """Traces `train_step` for its devices."""
-        rng = jax.eval_shape(lambda: self.rng(0))
-        return self.train_step.lower(self.state_shapes, self.batch_shapes, rng)
+        return self.train_step.lower(self.state_shapes, self.batch_shapes, self.rng_shape)
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles `train_step`; the result is called like it and knows its memory."""

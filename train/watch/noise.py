@@ -126,9 +126,8 @@ def microbatch_norm(setup: Setup) -> jax.stages.Compiled:
         _, grads = setup.pipe.value_and_grad(state.params, batch, rng, states=state.layers)
         return optax.tree.norm(grads)
 
-    rng = jax.eval_shape(lambda: setup.rng(0))
     jitted = jax.jit(norm, out_shardings=setup.replicated)
-    return jitted.lower(setup.state_shapes, setup.batch_shapes, rng).compile()
+    return jitted.lower(setup.state_shapes, setup.batch_shapes, setup.rng_shape).compile()
 
 
 def _last(path: Path) -> Noise:
