@@ -22,7 +22,7 @@ import pydantic
 from jaxpipe import Model
 from models.types import PyTree
 from train.config import Config, DataConfig, Section
-from train.data.stream import Examples, Unnumbered
+from train.data.stream import Examples, Unnumbered, heldout_batches
 from train.data.tokenizer_files import Exported
 from train.errors import Failure, in_yaml
 
@@ -269,9 +269,7 @@ class Task(abc.ABC):
     def rows(self, examples: Examples, most: int) -> dict[str, np.ndarray]:
         """Reads up to ``most`` evenly spread examples, as an evaluation does."""
         count = min(most, len(examples))
-        numbers = np.arange(count, dtype=np.int64) * len(examples) // count
-        keys = np.stack([np.zeros(count, np.int64), np.zeros(count, np.int64), numbers], axis=1)
-        return examples.read(numbers, keys)
+        return next(heldout_batches(examples, batch_size=count, num_batches=1))
 
 
 def averaging(model: Model) -> Model:

@@ -92,7 +92,7 @@ def test_shards_and_microbatches_get_as_much_attention():
 
 def test_windows_with_targets_are_the_same_text():
     tokens = np.array([5, 6, END, 7, 8, 9, END, 4, 3])
-    rows = text.WithTargets(text.Windows(tokens, 8, end_of_text=END))
+    rows = text.Windows(tokens, 8, end_of_text=END, with_targets=True)
     batch = rows.read(np.array([0]), np.zeros((1, 3)))
     assert batch["tokens"][0].tolist() == tokens[:-1].tolist()
     assert batch["targets"][0].tolist() == tokens[1:].tolist()

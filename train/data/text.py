@@ -317,6 +317,8 @@ class Windows:
       tokens: integers ``[num_tokens]``.
       sequence_length: number of predictions a window holds, at least 1.
       end_of_text: the token after every document, for windows that number their documents.
+      with_targets: whether inputs and targets are arrays of equal length, which slices of sequences
+        cut alike.
 
     Example:
       >>> Windows(np.arange(9), 4).read(np.array([1]), np.zeros((1, 3)))["tokens"]
@@ -326,11 +328,16 @@ class Windows:
     """
 
     def __init__(
-        self, tokens: Tokens, sequence_length: int, *, end_of_text: int | None = None
+        self,
+        tokens: Tokens,
+        sequence_length: int,
+        *,
+        end_of_text: int | None = None,
+        with_targets: bool = False,
     ) -> None:
         stream.check_sizes(sequence_length=sequence_length)
         self._tokens, self._sequence_length = tokens, sequence_length
-        self._end_of_text = end_of_text
+        self._end_of_text, self._with_targets = end_of_text, with_targets
 
     def __len__(self) -> int:
         return max(len(self._tokens) - 1, 0) // self._sequence_length
@@ -339,46 +346,26 @@ class Windows:
         """Reads windows; nothing is random.
 
         Returns:
-          ``tokens`` int32 ``[rows, sequence_length + 1]`` and, with ``end_of_text``, ``documents``
-          int32 ``[rows, sequence_length]``: number of documents that have ended before a token.
+          ``tokens`` int32 ``[rows, sequence_length + 1]``; or, with targets, ``tokens``,
+          ``targets`` and ``positions``, int32 ``[rows, sequence_length]``. With ``end_of_text``
+          also ``documents``, of that shape: number of documents that have ended before a token.
+          Positions count from the beginning of a window, or of a document if these are numbered.
         """
         del keys
         out = np.empty((len(numbers), self._sequence_length + 1), np.int32)
         for row, start in enumerate(numbers.astype(np.int64) * self._sequence_length):
             out[row] = self._tokens[start : start + self._sequence_length + 1]
-        if self._end_of_text is None:
-            return {"tokens": out}
-        ends = (out[:, :-1] == self._end_of_text).astype(np.int32)
-        return {"tokens": out, "documents": np.cumsum(ends, axis=1, dtype=np.int32) - ends}
-
-
-class WithTargets:
-    """Windows as inputs and targets of equal length, which slices of sequences cut alike.
-
-    Positions count from the beginning of a window, or of a document if it has any.
-
-    Example:
-      >>> rows = WithTargets(Windows(np.arange(9), 4)).read(np.array([1]), np.zeros((1, 3)))
-      >>> [(name, row.tolist()) for name, row in rows.items()]
-      [('tokens', [[4, 5, 6, 7]]), ('targets', [[5, 6, 7, 8]]), ('positions', [[0, 1, 2, 3]])]
-    """
-
-    def __init__(self, windows: Windows) -> None:
-        self._windows = windows
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def read(self, numbers: np.ndarray, keys: np.ndarray) -> Batch:
-        """Reads ``tokens``, ``targets``, ``positions`` and, if the windows have them,
-        ``documents``, all int32 ``[rows, sequence_length]``."""
-        batch = self._windows.read(numbers, keys)
-        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        batch, inputs = {"tokens": out}, out[:, :-1]
+        if self._end_of_text is not None:
+            ends = (inputs == self._end_of_text).astype(np.int32)
+            batch["documents"] = np.cumsum(ends, axis=1, dtype=np.int32) - ends
+        if not self._with_targets:
+            return batch
+        positions = np.broadcast_to(np.arange(self._sequence_length, dtype=np.int32), inputs.shape)
         if "documents" in batch:
             begins = np.diff(batch["documents"], axis=1, prepend=-1) > 0
             positions = positions - np.maximum.accumulate(positions * begins, axis=1)
-        return batch | {"tokens": tokens, "targets": targets, "positions": positions}
+        return batch | {"tokens": inputs, "targets": out[:, 1:], "positions": positions}
 
 
 def unigram_loss(train_tokens: Tokens, heldout_tokens: Tokens, vocab_size: int) -> float:

@@ -65,9 +65,8 @@ class GPT(Task):
             return super().few_layers()  # nothing to save, or numbers of layers of the whole model
         few = 1 + max(kinds.index(kind) for kind in set(shape.main_kinds))
         shorter = dataclasses.replace(shape, num_layers=few).layer_kinds
-        model = self.config.model.model_copy(update={"num_layers": few})
         like = [shorter.index(kind) for kind in kinds]
-        return self.config.model_copy(update={"model": model}), like
+        return self.config.changed(model={"num_layers": few}), like
 
     def model(self, *, train: bool, axis: str | None = "stage") -> Model:
         shape = self.shape if train else self.shape.without_layer_losses()
@@ -126,12 +125,11 @@ class GPT(Task):
     def _rows(self, tokens: text.Tokens, roles: text.Tokens | None = None) -> Examples:
         settings, length = self.config.data, self.shape.sequence_length
         end = None if settings.documents == "joined" else text.end_of_text(settings.path)
-
         if settings.documents == "packed":
             assert end is not None
             return Packed(tokens, length, end_of_text=end, roles=roles)
-        windows = text.Windows(tokens, length, end_of_text=end)
-        return text.WithTargets(windows) if self.config.pipeline.sequence_slices > 1 else windows
+        with_targets = self.config.pipeline.sequence_slices > 1
+        return text.Windows(tokens, length, end_of_text=end, with_targets=with_targets)
 
     def load_domains(self) -> dict[str, Examples]:
         domains = self.config.data.domains
@@ -157,28 +155,26 @@ class GPT(Task):
         return find_shards(settings.rows, settings.column, option="data.rows")
 
     def data_failures(self) -> Iterator[Failure]:
-        failures = list(self._path_failures())
+        settings, failures = self.config.data, list(self._path_failures())
         yield from failures
-        if self.config.data.rows is not None:
+        if settings.rows is not None:
             yield from self._rows_failures()
-        for folder in map(Path, [] if failures else self.config.data.mix):
+        if failures:
+            return
+        for folder in settings.mix:
             try:
-                self._check_mixed(folder)
+                self._check_beside("data.mix", Path(folder), text.TRAIN_FILE)
             except ValueError as error:
-                message = str(error).replace(f"data.path={folder}", f"data.mix={folder}")
-                yield Failure(message, ("data.mix",))
-
-        for name, path in ({} if failures else self.config.data.domains).items():
+                yield Failure(str(error), ("data.mix",))
+        for name, folder in settings.domains.items():
             try:
-                self._check_domain(Path(path))
+                self._check_domain(Path(folder))
             except ValueError as error:
-                message = str(error).replace("data.mix", "data.domains")
-                message = message.replace(f"data.path={path}", f"data.domains={path}")
-                yield Failure(f"data.domains.{name}: {message}", ("data.domains",))
+                yield Failure(f"data.domains.{name}: {error}", ("data.domains",))
 
     def _check_domain(self, folder: Path) -> None:
         """Raises ValueError unless there are enough held-out rows of a domain."""
-        self._check_mixed(folder, text.HELDOUT_FILE)
+        self._check_beside("data.domains", folder, text.HELDOUT_FILE)
         config = self.config.train
         needed = config.eval_batches * config.batch_size
         if (count := len(self._side(str(folder), text.HELDOUT_FILE))) < needed:
@@ -205,25 +201,33 @@ class GPT(Task):
         except ValueError as error:
             yield Failure(str(error), ("data.rows", "data.column"))
 
-    def _check_mixed(self, folder: Path, name: str = text.TRAIN_FILE) -> None:
-        """Raises ValueError unless the rows of another folder can be drawn beside those of path."""
-        meta, tokens = text.read_meta(folder), text.read_tokens(folder / name)
-        text.check_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
+    def _check_beside(self, field: str, folder: Path, name: str) -> None:
+        """Raises ValueError unless the rows of another folder can be read beside those of path."""
+        try:
+            meta = text.read_meta(folder)
+            tokens = self._checked_tokens(folder, name, meta)
+        except ValueError as error:
+            message = str(error).replace(f"data.path={folder}", f"{field}={folder}")
+            raise ValueError(message) from error
         if meta.tokenizer_sha256 != self.data_digest():
             raise ValueError(
-                f"data.mix={folder} was prepared with another tokenizer than data.path="
+                f"{field}={folder} was prepared with another tokenizer than data.path="
                 f"{self.config.data.path}. Prepare it with: python -m train.prepare --tokenizer "
                 f"{self.config.data.path} --out {folder}"
             )
-        self._check_roles(folder, name)
         if not len(text.Windows(tokens, self.shape.sequence_length)):
             raise ValueError(
-                f"data.mix={folder} has {len(tokens)} tokens, too few for one row of "
+                f"{field}={folder} has {len(tokens)} tokens, too few for one row of "
                 f"model.sequence_length={self.shape.sequence_length}. Prepare more text."
             )
 
-    def _check_roles(self, folder: Path, name: str) -> None:
-        """Raises ValueError unless tokens that are not predicted can be left out."""
+    def _checked_tokens(self, folder: Path, name: str, meta: text.DataMeta) -> text.Tokens:
+        """Opens a token file; raises ValueError if it is damaged, or cannot be read as configured.
+
+        Tokens that are not predicted can only be left out of packed rows.
+        """
+        tokens = text.read_tokens(folder / name)
+        text.check_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
         documents = self.config.data.documents
         if text.read_roles(folder, name) is not None and documents != "packed":
             raise ValueError(
@@ -231,6 +235,7 @@ class GPT(Task):
                 f"predicted, and data.documents={documents} predicts all. Nearest valid: "
                 "data.documents=packed."
             )
+        return tokens
 
     def _path_failures(self) -> Iterator[Failure]:
         config, folder = self.config, Path(self.config.data.path)
@@ -238,35 +243,32 @@ class GPT(Task):
             meta = text.read_meta(folder)
         except ValueError as error:
             yield Failure(str(error), ("data.path",))
-            meta = None
-        if meta is not None and self.shape.vocab_size < meta.vocab_size:
+            return
+        if self.shape.vocab_size < meta.vocab_size:
             yield config.failure(
                 f"$model.vocab_size is smaller than the tokenizer's {meta.vocab_size} tokens "
                 f"($data.path). Nearest valid: {meta.vocab_size}."
             )
-        rows = {
-            text.TRAIN_FILE: (1, "one row"),
-            text.HELDOUT_FILE: (
-                config.train.eval_batches * config.train.batch_size,
-                f"train.eval_batches={config.train.eval_batches} x train.batch_size="
-                f"{config.train.batch_size} rows",
-            ),
-        }
-        for name, (needed, what) in rows.items():
+        batches, size = config.train.eval_batches, config.train.batch_size
+        heldout = f"train.eval_batches={batches} x train.batch_size={size} rows"
+        for name, side, needed, what in (
+            (text.TRAIN_FILE, meta.train, 1, "one row"),
+            (text.HELDOUT_FILE, meta.heldout, batches * size, heldout),
+        ):
             try:
-                tokens = text.read_tokens(folder / name)
-                if meta is not None:
-                    text.check_tokens(folder / name, tokens, vocab_size=meta.vocab_size)
-                    self._check_roles(folder, name)
+                tokens = self._checked_tokens(folder, name, meta)
             except ValueError as error:
                 yield Failure(str(error), ("data.path",))
                 continue
-            if meta is not None:
-                yield from _same_length(folder, name, len(tokens), meta)
+            if len(tokens) != side.tokens:
+                yield Failure(
+                    f"data.path={folder}: {name} holds {len(tokens)} tokens, but {META_FILE} says "
+                    f"{side.tokens}: the files are not from one preparation. Prepare the folder "
+                    "again.",
+                    ("data.path",),
+                )
             # Windows predict all but the text's first token, packed rows all but documents' first.
-            first = 1
-            if meta is not None and config.data.documents == "packed":
-                first = _side(meta, name).documents
+            first = side.documents if config.data.documents == "packed" else 1
             yield from self._long_enough(name, (len(tokens), first), needed, what)
 
     def _long_enough(
@@ -329,17 +331,3 @@ class GPT(Task):
         file = self.config.folder / self.report_file
         file.write_text(written + "\n", encoding="utf-8")
         return f"sample ({self.config.run_dir}/{self.report_file}):\n{written}", None
-
-
-def _side(meta: text.DataMeta, name: str) -> text.SplitMeta:
-    return meta.train if name == text.TRAIN_FILE else meta.heldout
-
-
-def _same_length(folder: Path, name: str, count: int, meta: text.DataMeta) -> Iterator[Failure]:
-    expected = _side(meta, name).tokens
-    if count != expected:
-        yield Failure(
-            f"data.path={folder}: {name} holds {count} tokens, but {META_FILE} says "
-            f"{expected}: the files are not from one preparation. Prepare the folder again.",
-            ("data.path",),
-        )
