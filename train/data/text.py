@@ -161,42 +161,36 @@ def read_tokens(path: str | Path) -> TokenFile:
       >>> tokens = read_tokens("data/stdlib/train.tokens")  # doctest: +SKIP
     """
     path = Path(path)
-    where = f"data.path={path.parent}"
-    hint = prepare_hint(path.parent)
+    where, hint = f"data.path={path.parent}", prepare_hint(path.parent)
     try:
         with path.open("rb") as file:
-            header = file.read(_HEADER.size)
-            actual_bytes = os.fstat(file.fileno()).st_size
+            header, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise ValueError(f"{where}: there is no {path.name}. {hint}") from None
     except OSError as error:
         raise ValueError(f"{where}: cannot read {path}: {error.strerror}.") from error
+    if problem := _problem(header, size):
+        raise ValueError(f"{where}: {path.name} {problem}. {hint}")
+    *_, itemsize, count = _HEADER.unpack(header)
+    return TokenFile(path, dtype=_DTYPES[itemsize], offset=_HEADER.size, count=count)
+
+
+def _problem(header: bytes, size: int) -> str:
+    """Says why a file of so many bytes is no whole token file; empty if it is one."""
     if len(header) < _HEADER.size:
-        raise ValueError(
-            f"{where}: {path.name} is truncated: expected at least the {_HEADER.size} bytes of a "
-            f"header, found {actual_bytes} bytes. {hint}"
-        )
+        least = f"at least the {_HEADER.size} bytes of a header"
+        return f"is truncated: expected {least}, found {size} bytes"
     magic, version, itemsize, count = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise ValueError(
-            f"{where}: {path.name} is not a jaxpipe token file: expected it to start with "
-            f"{_MAGIC!r}, found {magic!r} ({actual_bytes} bytes in all). {hint}"
-        )
+        starts = f"expected it to start with {_MAGIC!r}, found {magic!r}"
+        return f"is not a jaxpipe token file: {starts} ({size} bytes in all)"
     if version != _VERSION or itemsize not in _DTYPES:
-        raise ValueError(
-            f"{where}: {path.name} has format version {version} with {itemsize} bytes per token; "
-            f"this program reads version {_VERSION} with 2 or 4. {hint}"
-        )
-    expected_bytes = _HEADER.size + itemsize * count
-    if actual_bytes != expected_bytes:
-        kind = "truncated" if actual_bytes < expected_bytes else "longer than it says"
-        raise ValueError(
-            f"{where}: {path.name} is {kind}: expected {expected_bytes} bytes ({count} tokens), "
-            f"found {actual_bytes} bytes. {hint}"
-        )
-    if count == 0:
-        raise ValueError(f"{where}: {path.name} holds no tokens. {hint}")
-    return TokenFile(path, dtype=_DTYPES[itemsize], offset=_HEADER.size, count=count)
+        rule = f"this program reads version {_VERSION} with 2 or 4"
+        return f"has format version {version} with {itemsize} bytes per token; {rule}"
+    if size != (expected := _HEADER.size + itemsize * count):
+        kind = "truncated" if size < expected else "longer than it says"
+        return f"is {kind}: expected {expected} bytes ({count} tokens), found {size} bytes"
+    return "" if count else "holds no tokens"
 
 
 def read_roles(folder: str | Path, name: str) -> TokenFile | None:
