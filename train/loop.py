@@ -8,7 +8,7 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def find_start(
       ConfigError: it cannot be continued, or the disk is too small.
     """
     config = setup.config
-    failures = _disk_failures(config, modes)
+    failures = list(_disk_failures(config, modes))
     start = Start()
     step = checkpoints.latest if resume else None
     if step is not None:
@@ -130,7 +130,7 @@ def find_start(
         start = Start(step, tuple(checkpoint.changes(saved, config)), layout is not None, ended)
     elif resume:
         failures += checkpoint.none_whole(checkpoints.found, config)
-        failures += run_folder.lost_checkpoints(config) if not failures else []
+        failures = failures or list(run_folder.lost_checkpoints(config))
     if resume:
         failures += run_folder.would_fail_again(config, step=start.step)
     if start.step > config.train.steps:
@@ -154,7 +154,7 @@ def start_from_memory(group: Group, checkpoints: Checkpoints) -> Start | None:
     return Start(group.step, from_memory=True)
 
 
-def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
+def _disk_failures(config: Config, modes: Modes) -> Iterator[Failure]:
     saved = [modes.after(step).saved_shapes for step in (0, config.train.steps)]
     needed = _CHECKPOINTS_AT_ONCE * max(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in saved
@@ -162,14 +162,11 @@ def _disk_failures(config: Config, modes: Modes) -> list[Failure]:
     folder = config.folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free >= needed:
-        return []
-    return [
-        config.failure(
+    if free < needed:
+        yield config.failure(
             f"$run_dir has {free / 1e6:.1f} MB free, but {_CHECKPOINTS_AT_ONCE} checkpoints need "
             f"{needed / 1e6:.1f} MB. Free some space or name another --run-dir."
         )
-    ]
 
 
 def prepare_folder(setup: Setup) -> None:

@@ -85,18 +85,18 @@ class ObjectStore:
 
     def names(self) -> list[str]:
         """Returns the names of all objects, in order."""
-        with self._explained():
+        with _as_os_error(self.url):
             return sorted(name.decode() for name in self._objects.list().result())
 
     def read(self, name: str) -> Stored:
         """Reads an object whole."""
-        with self._explained():
+        with _as_os_error(self.url):
             read = self._objects.read(name).result()
         return Stored(read.value if read.state == "value" else None, read.stamp.generation)
 
     def write(self, name: str, content: bytes) -> None:
         """Writes an object; readers find its old content or the new."""
-        with self._explained():
+        with _as_os_error(self.url):
             self._objects.write(name, content).result()
 
     def replace(self, name: str, content: bytes, *, version: bytes) -> bytes | None:
@@ -109,18 +109,15 @@ class ObjectStore:
         Returns:
           The new version; None if the object had another one than that.
         """
-        with self._explained():
+        with _as_os_error(self.url):
             written = self._objects.write(name, content, if_equal=version).result()
         return written.generation or None
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects, one after the other."""
-        with self._explained():
+        with _as_os_error(self.url):
             for name in names:
                 self._objects.write(name, None).result()
-
-    def _explained(self) -> contextlib.AbstractContextManager[None]:
-        return _as_os_error(self.url)
 
 
 def _spec(url: str) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def test_reading_makes_and_removes_nothing(tmp_path):
 def test_another_model_names_every_field(tmp_path):
     config = Config(run_dir=str(tmp_path))
     saved = checkpoint.describe(config, data_sha256="a")
-    assert checkpoint.other_model(saved, config, data_sha256="a") == []
+    assert list(checkpoint.other_model(saved, config, data_sha256="a")) == []
     other = Config(run_dir=str(tmp_path), model={"width": 64, "tied": False, "dropout": 0.1})
-    found = checkpoint.other_model(saved, other, data_sha256="b")
+    found = list(checkpoint.other_model(saved, other, data_sha256="b"))
     fields = [field for failure in found for field in failure.fields]
     assert fields == ["model.width", "model.tied", "data.path"]
     assert "model.width=64 is not the model of the checkpoint" in found[0].message
@@ -332,4 +332,4 @@ def test_no_whole_one_is_refused_in_one_line(folder):
     assert "run_dir=runs/one has no whole checkpoint to resume from" in message
     assert "checkpoint 2: checksums.json is missing; checkpoint 1: state/" in message
     assert "\n" not in message
-    assert none_whole(Checkpoints(folder / "new").found, Config(run_dir="runs/one")) == []
+    assert not list(none_whole(Checkpoints(folder / "new").found, Config(run_dir="runs/one")))

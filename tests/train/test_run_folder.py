@@ -85,8 +85,8 @@ def test_a_full_disk_is_noticed_by_trying(make, tmp_path, monkeypatch, number):
 def test_progress_that_no_run_has_written_says_nothing(make, tmp_path, text):
     (tmp_path / run_folder.PROGRESS_FILE).write_text(text)
     config = make({"run_dir": str(tmp_path)})
-    assert run_folder.lost_checkpoints(config) == []
-    assert run_folder.would_fail_again(config, step=3) == []
+    assert list(run_folder.lost_checkpoints(config)) == []
+    assert list(run_folder.would_fail_again(config, step=3)) == []
     run_folder.note_saved(tmp_path, 7)
     assert run_folder.read_progress(tmp_path).saved == 7
 

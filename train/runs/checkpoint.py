@@ -113,31 +113,27 @@ def readable(step: int) -> Iterator[None]:
         raise refused(f"{error}. {remedy}", "run_dir") from error
 
 
-def none_whole(search: Found, config: Config) -> list[Failure]:
-    """Says why no checkpoint can be continued although some exist; empty if none exists."""
-    if not search.damaged:
-        return []
-    return [
-        config.failure(
+def none_whole(search: Found, config: Config) -> Iterator[Failure]:
+    """Says why no checkpoint can be continued although some exist; nothing if none exists."""
+    if search.damaged:
+        yield config.failure(
             f"$run_dir has no whole checkpoint to resume from ({search.reasons}). Nearest valid: "
             "one of these from a backup, or another --run-dir to start from step 0."
         )
-    ]
 
 
-def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> list[Failure]:
-    """Says why a pipeline in mid-flight cannot be continued; empty if it can."""
-    return [
-        Failure(
-            f"{path}={now.get(path)} does not fit the asynchronous checkpoint of step {step}, "
-            f"which was saved in mid-flight with {path}={value}. Nearest valid: {value}. To change "
-            f"it, resume with the old values and train.steps of at least {step + 1} first: the end "
-            "of a run drains the pipeline, and its last checkpoint fits any layout.",
-            (path,),
-        )
-        for path, value in layout.items()
-        if now.get(path) != value
-    ]
+def other_layout(layout: dict[str, Any], now: dict[str, Any], *, step: int) -> Iterator[Failure]:
+    """Says why a pipeline in mid-flight cannot be continued; nothing if it can."""
+    for path, value in layout.items():
+        if now.get(path) != value:
+            yield Failure(
+                f"{path}={now.get(path)} does not fit the asynchronous checkpoint of step {step}, "
+                f"which was saved in mid-flight with {path}={value}. Nearest valid: {value}. To "
+                "change it, resume with the old values and train.steps of at least "
+                f"{step + 1} first: the end of a run drains the pipeline, and its last checkpoint "
+                "fits any layout.",
+                (path,),
+            )
 
 
 def require_drained(saved: dict[str, Any], step: int) -> None:
@@ -177,50 +173,42 @@ def description(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
         return saved | today | {"data_sha256": saved["data_sha256"]}  # which must be there
 
 
-def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> list[Failure]:
-    """Says why a checkpoint cannot be continued with this configuration; empty if it can."""
+def other_model(saved: dict[str, Any], config: Config, *, data_sha256: str) -> Iterator[Failure]:
+    """Says why a checkpoint cannot be continued with this configuration; nothing if it can."""
     before, here = Config(**saved["config"]), f"the checkpoint in run_dir={config.run_dir}"
     if before.task != config.task:
-        return [
-            config.failure(
-                f"$task is not that of {here}. Nearest valid: {before.task}, or another --run-dir."
-            )
-        ]
+        yield config.failure(
+            f"$task is not that of {here}. Nearest valid: {before.task}, or another --run-dir."
+        )
+        return
     task, now, then = tasks.find(config.task), config.flat(), before.flat()
-    failures = [
-        config.failure(
-            f"${path} is not the model of {here}: it has {path}={in_yaml(then[path])}. Nearest "
-            f"valid: {in_yaml(then[path])}, or another --run-dir."
-        )
-        for path in now
-        if path.startswith("model.") and path.removeprefix("model.") not in task.free
-        if then[path] != now[path]
-    ]
-    failures += [
-        config.failure(
-            f"${path} cannot continue {what} of {here}, which has {path}={in_yaml(then[path])}. "
-            f"Nearest valid: {in_yaml(then[path])}; or begin another --run-dir with the same "
-            f"weights: --init-from {config.run_dir}."
-        )
-        for path, what in (
-            ("optimizer.name", "the state"),
-            ("optimizer.arguments", "the state"),
-            ("optimizer.ema_decay", "the state"),
-            ("train.trainable", "the optimizer state"),
-            ("data.rows", "the order"),
-        )
-        if now[path] != then[path] and (path != "data.rows" or None in (now[path], then[path]))
-    ]
-    failures += adapters.others(before, config, here)
+    for path in now:
+        section, _, field = path.partition(".")
+        if section == "model" and field not in task.free and then[path] != now[path]:
+            yield config.failure(
+                f"${path} is not the model of {here}: it has {path}={in_yaml(then[path])}. "
+                f"Nearest valid: {in_yaml(then[path])}, or another --run-dir."
+            )
+    for path, what in (
+        ("optimizer.name", "the state"),
+        ("optimizer.arguments", "the state"),
+        ("optimizer.ema_decay", "the state"),
+        ("train.trainable", "the optimizer state"),
+        ("data.rows", "the order"),
+    ):
+        if now[path] != then[path] and (path != "data.rows" or None in (now[path], then[path])):
+            yield config.failure(
+                f"${path} cannot continue {what} of {here}, which has {path}="
+                f"{in_yaml(then[path])}. Nearest valid: {in_yaml(then[path])}; or begin another "
+                f"--run-dir with the same weights: --init-from {config.run_dir}."
+            )
+    yield from adapters.others(before, config, here)
     if saved["data_sha256"] != data_sha256:
         what = "other images" if task.data_kind == "images" else "another tokenizer"
-        failures.append(
-            config.failure(
-                f"$data.path has {what} than {here} was trained with. Nearest valid: data.path="
-                f"{before.data.path}, or another --run-dir."
-            )
+        yield config.failure(
+            f"$data.path has {what} than {here} was trained with. Nearest valid: data.path="
+            f"{before.data.path}, or another --run-dir."
         )
-    return failures
 
 
 def changes(saved: dict[str, Any], config: Config) -> list[str]:

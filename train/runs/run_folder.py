@@ -245,40 +245,34 @@ def _write_progress(folder: Path, progress: Progress) -> None:
     write_whole(folder / PROGRESS_FILE, content.encode())
 
 
-def lost_checkpoints(config: Config) -> list[Failure]:
-    """Says that a run without checkpoints has had some; empty if it never had."""
+def lost_checkpoints(config: Config) -> Iterator[Failure]:
+    """Says that a run without checkpoints has had some; nothing if it never had."""
     folder = config.folder
     done, checkpoints = read_progress(folder).saved, folder / CHECKPOINTS
     metrics = folder / METRICS_FILE
     # The folder of checkpoints is made before the first step is recorded.
     if not done and not checkpoints.exists() and metrics.is_file():
         done = metrics.read_bytes().count(b"\n")
-    if not done:
-        return []
-    return [
-        config.failure(
+    if done:
+        yield config.failure(
             f"$run_dir has done at least {done} steps, but {checkpoints} holds no checkpoint to "
             "resume from. Put its checkpoints back, or name another --run-dir to start from step 0."
         )
-    ]
 
 
-def would_fail_again(config: Config, *, step: int) -> list[Failure]:
+def would_fail_again(config: Config, *, step: int) -> Iterator[Failure]:
     """Says that a run ended with numbers that are not finite and would do so again."""
     last = read_progress(config.folder)
     if last.failed_step is None or last.failed_config is None or step >= last.failed_step:
-        return []
+        return
     try:
         changed = checkpoint.changes({"config": last.failed_config}, config)
     except (TypeError, ValueError):  # it is not of this version
-        return []
-    if any(not change.startswith(_HARMLESS) for change in changed):
-        return []
-    return [
-        config.failure(
+        return
+    if all(change.startswith(_HARMLESS) for change in changed):
+        yield config.failure(
             f"$run_dir was stopped at step {last.failed_step} ({last.failed_because}), and would "
             f"be again: from step {step} it repeats the same numbers. Change optimizer.peak_lr, "
             "optimizer.warmup_steps, optimizer.clip_norm, optimizer.max_skipped or train.seed; or "
             f"remove {config.run_dir}/{PROGRESS_FILE} to try the same settings again."
         )
-    ]
