@@ -41,8 +41,7 @@ from train.recover import survivors
 from train.recover.survivors import Group, Survivor
 from train.runs import checkpoint, run_folder
 from train.runs.mirror import mirrored
-from train.runs.object_lock import ObjectLock
-from train.runs.run_lock import RunLock
+from train.runs.run_lock import Lock
 from train.step import Setup
 from train.stop import StopRequest
 from train.watch import noise
@@ -57,9 +56,7 @@ _MOST_AGAIN = 200
 """Steps that are run again at most to find what was not finite."""
 
 
-def take_folder(
-    lock: RunLock | ObjectLock, config: Config, *, resume: bool, former: str | None = None
-) -> str:
+def take_folder(lock: Lock, config: Config, *, resume: bool, former: str | None = None) -> str:
     """Locks the run folder before anything in it is read or written; returns the lock's token.
 
     ``former`` is the token of the lock of processes that go on without others.

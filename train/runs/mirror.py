@@ -30,7 +30,7 @@ from train.object_store import ObjectStore
 from train.processes import distributed
 from train.runs.object_lock import ObjectLock
 from train.runs.run_folder import CHECKPOINTS, PROGRESS_FILE, unwritable
-from train.runs.run_lock import RunLock
+from train.runs.run_lock import Lock
 
 SYNC_SECONDS = 30.0
 """Time after which files other than checkpoints are written."""
@@ -231,9 +231,7 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def mirrored(
-    config: Config, lock: RunLock | ObjectLock, *, say: Callable[[str], None]
-) -> Iterator[Fetch | None]:
+def mirrored(config: Config, lock: Lock, *, say: Callable[[str], None]) -> Iterator[Fetch | None]:
     """Keeps the copy of a run while it trains; does nothing for a run in a folder.
 
     Args:

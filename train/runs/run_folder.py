@@ -24,7 +24,7 @@ from train.errors import ConfigError, Failure, NonFiniteLossError
 from train.object_store import ObjectStore, StoreError, is_url
 from train.runs import checkpoint, run_lock
 from train.runs.object_lock import ObjectLock
-from train.runs.run_lock import RunLock
+from train.runs.run_lock import Lock, RunLock
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE, SAMPLES = "metrics.jsonl", "samples"
@@ -146,7 +146,7 @@ def _writable(config: Config) -> Iterator[Failure]:
         yield unwritable(config, error)
 
 
-def lock(config: Config, *, say: Callable[[str], None]) -> RunLock | ObjectLock:
+def lock(config: Config, *, say: Callable[[str], None]) -> Lock:
     """Makes the lock of a run.
 
     Raises:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import datetime
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from train.errors import RESTART, ConfigError, Failure
 
@@ -64,13 +65,13 @@ class Owner:
         return f"process {self.pid} on {self.host} since {self.since}{job}"
 
 
-class RunLock:
-    """The lock of a run folder.
+class Lock(abc.ABC):
+    """The lock of a run, whose holder gives signs of life from a thread.
 
     Args:
-      folder: the run folder; made if it is missing, and removed again if it stays empty.
+      run: folder or URL of the run.
       heartbeat_seconds: the time between two signs of life.
-      patience_seconds: time to watch the lock of another machine for a sign of life.
+      patience_seconds: time to watch the lock of another process for a sign of life.
 
     Attributes:
       owner: this process as the lock describes it, once it is held.
@@ -83,21 +84,19 @@ class RunLock:
 
     def __init__(
         self,
-        folder: Path,
+        run: Path | str,
         *,
         say: Callable[[str], None],
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        self._folder, self._say = folder, say
-        self._path = folder.absolute() / LOCK_FILE
+        self._run, self._say = run, say
         self._heartbeat_seconds, self._patience_seconds = heartbeat_seconds, patience_seconds
-        self._missing = missing_folders(self._path.parent)
-        self._descriptor: int | None = None
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self.owner: Owner
 
+    @abc.abstractmethod
     def acquire(self, former: str | None = None) -> None:
         """Takes the lock, if necessary from a run that has died.
 
@@ -106,8 +105,56 @@ class RunLock:
 
         Raises:
           ConfigError: another run holds it.
-          OSError: the folder cannot be written.
+          OSError: the folder cannot be written, or the store cannot be reached or refuses.
         """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Releases the lock; does nothing if it is not held."""
+
+    @abc.abstractmethod
+    def renew(self) -> None:
+        """Gives a sign of life; ends this process if another one has taken the lock.
+
+        Raises:
+          OSError: the file system or the store cannot be reached.
+        """
+
+    def _beat(self) -> None:
+        while not self._released.wait(self._heartbeat_seconds):
+            with contextlib.suppress(OSError):  # it may be out of reach for a while
+                self.renew()
+
+    def _stop_beating(self) -> None:
+        if self._thread.ident is not None:
+            self._released.set()
+            self._thread.join()
+
+    def _looks(self, who: str) -> Iterator[None]:
+        """Yields while to look at another's lock for a sign of life.
+
+        The clocks of two machines may differ, so that the time of the last one tells nothing.
+        """
+        self._say(
+            f"run_dir={self._run} has the lock of {who}: waiting up to "
+            f"{self._patience_seconds:g} s for a sign of life"
+        )
+        until = time.monotonic() + self._patience_seconds
+        while time.monotonic() < until:
+            time.sleep(min(1.0, self._heartbeat_seconds))
+            yield
+
+
+class RunLock(Lock):
+    """The lock of a run folder, which is made if it is missing, and removed if it stays empty."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._path = folder.absolute() / LOCK_FILE
+        self._missing = missing_folders(self._path.parent)
+        self._descriptor: int | None = None
+
+    def acquire(self, former: str | None = None) -> None:
         watched = False
         while True:
             if not self._create():
@@ -124,11 +171,8 @@ class RunLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Releases the lock; does nothing if it is not held."""
         if self._descriptor is not None:
-            if self._thread.ident is not None:
-                self._released.set()
-                self._thread.join()
+            self._stop_beating()
             # A lock that cannot be removed is stale once this process has ended.
             with contextlib.suppress(OSError):
                 if self._is_own():
@@ -182,7 +226,7 @@ class RunLock:
             self._path.unlink(missing_ok=True)
             self._say(f"removed the lock of {seen.who}, which this run has given up")
         elif _is_local(seen.owner):
-            raise ConfigError([in_use(self._folder, seen.who)])
+            raise ConfigError([in_use(self._run, seen.who)])
         else:
             self._clear_silent(seen)
         return True
@@ -203,19 +247,12 @@ class RunLock:
         return False
 
     def _clear_silent(self, seen: _Reading) -> None:
-        """Watches for a sign of life itself, since the clocks of two machines may differ."""
-        self._say(
-            f"run_dir={self._folder} has the lock of {seen.who}: waiting up to "
-            f"{self._patience_seconds:g} s for a sign of life"
-        )
-        until = time.monotonic() + self._patience_seconds
-        while time.monotonic() < until:
-            time.sleep(min(1.0, self._heartbeat_seconds))
+        for _ in self._looks(seen.who):
             now = _read(self._path)
             if now is None or now.owner != seen.owner:
                 return
             if now != seen:
-                raise ConfigError([in_use(self._folder, seen.who)])
+                raise ConfigError([in_use(self._run, seen.who)])
         self._path.unlink(missing_ok=True)
         self._say(f"removed the lock of {seen.who}, which showed no sign of life")
 
@@ -223,15 +260,12 @@ class RunLock:
         now = _read(self._path)
         return now is not None and now.owner == self.owner
 
-    def _beat(self) -> None:
+    def renew(self) -> None:
         assert self._descriptor is not None
-        while not self._released.wait(self._heartbeat_seconds):
-            # A network file system may be unreachable for a while.
-            with contextlib.suppress(OSError):
-                os.utime(self._descriptor)
-                now = _read(self._path)
-                if now is not None and now.owner not in (None, self.owner):
-                    end_process(self._folder, now.who)
+        os.utime(self._descriptor)
+        now = _read(self._path)
+        if now is not None and now.owner not in (None, self.owner):
+            end_process(self._run, now.who)
 
 
 def holder(folder: Path) -> str | None:
