@@ -270,11 +270,7 @@ def save_adapters(folder: str | Path, config: GPTConfig, params: PyTree, *, base
     family = FAMILIES[_model_type(dataclasses.replace(config, adapters=None))]
     if (folder / CONFIG).exists():
         raise ValueError(f"{folder} holds a model's {CONFIG}. Remove it, or name another folder.")
-    leaves = {
-        _path(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if path[-1].key in ("lora_a", "lora_b")
-    }
+    leaves = {path: np.asarray(leaf) for path, leaf in _of_adapters(params).items()}
     of_mlps = [path for path in leaves if path.endswith("/lora_b") and "/mlp/" in path]
     if config.num_experts is not None and of_mlps:
         raise ValueError(
@@ -369,15 +365,18 @@ def load_adapters(folder: str | Path, config: GPTConfig) -> Adapted:
     dropout = fields.number("lora_dropout", 0.0)
     adapters = Adapters(most, alpha / root(rank) * most, tuple(pairs), dropout)
     config = dataclasses.replace(config, adapters=adapters)
-    leaves = {
-        _path(path): np.zeros(leaf.shape, np.float32)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(family, config)["params"])
-        if path[-1].key in ("lora_a", "lora_b")
-    }
+    shapes = _of_adapters(_shapes(family, config)["params"])
+    leaves = {path: np.zeros(leaf.shape, np.float32) for path, leaf in shapes.items()}
     for own, down, up in both:
         own.of(leaves, "lora_a")[:, : len(up)] = down
         own.of(leaves, "lora_b")[: len(up), own.columns] = up
     return Adapted(config, leaves)
+
+
+def _of_adapters(params: PyTree) -> dict[str, Any]:
+    """Lists the leaves of adapters by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {_path(path): leaf for path, leaf in leaves if path[-1].key in ("lora_a", "lora_b")}
 
 
 def _alpha(fields: Fields, module: str, alpha: float) -> float:
@@ -423,9 +422,8 @@ def _adapted_modules(family: Family, config: GPTConfig) -> dict[str, tuple[int, 
     Numbers that are written as a model's kernels say which of our columns every output is.
     """
     plain = dataclasses.replace(config, adapters=None)
-    names, shapes = _names(family, plain), _shapes(family, config)["params"]
-    paths = (_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes))
-    adapted = [path.removesuffix("/lora_b") for path in paths if path.endswith("/lora_b")]
+    names, leaves = _names(family, plain), _of_adapters(_shapes(family, config)["params"])
+    adapted = [path.removesuffix("/lora_b") for path in leaves if path.endswith("/lora_b")]
 
     def numbered(path: KeyPath, kernel: jax.ShapeDtypeStruct) -> np.ndarray | None:
         if path[-1].key != "kernel":
