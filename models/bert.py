@@ -27,7 +27,7 @@ from jaxpipe import Model, Weighted, vocabulary
 from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional, stack
 from models import validation
-from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, layer_norm
+from models.blocks import INIT_STDDEV, EncoderLayer, Linear, function_of, stream_norm
 from models.context import Context
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor, axis_split
@@ -113,7 +113,7 @@ class Transform(nnx.Module):
 
     def __init__(self, config: BERTConfig, rngs: nnx.Rngs):
         self.linear = Linear(config.width, config.width, stddev=INIT_STDDEV, rngs=rngs)
-        self.norm = _norm(config, rngs)
+        self.norm = stream_norm(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.norm(_gelu(self.linear(x)))
@@ -145,7 +145,7 @@ def init(config: BERTConfig, rng: jax.Array) -> PyTree:
         "table": normal(table_rng, config.vocab_size),
         "positions": normal(positions_rng, config.sequence_length),
         "segments": normal(segments_rng, config.num_segments),
-        "norm": functional(_norm(config, nnx.Rngs(0)))[1],
+        "norm": functional(stream_norm(config, nnx.Rngs(0)))[1],
     }
     _, layers = stack(
         functools.partial(_layer, config), num_layers=config.num_layers, rngs=nnx.Rngs(layers_rng)
@@ -272,7 +272,7 @@ def _embed(
     segments_BS = microbatch.get("segments", jnp.zeros_like(tokens_BS))
     x_BTE = vocabulary.lookup(embed["table"], tokens_BS, dtype=config.compute_dtype, **over)
     x_BTE = x_BTE + positions_TE + embed["segments"][sharing.own(segments_BS, 1)]
-    x_BTE = function_of(_norm, config)(embed["norm"], x_BTE)
+    x_BTE = function_of(stream_norm, config)(embed["norm"], x_BTE)
     if rng is None:
         return x_BTE
     return sharing.dropout(functools.partial(nnx.Dropout(config.dropout), rngs=rng), x_BTE)
@@ -322,9 +322,3 @@ def _table_split(config: BERTConfig, of_table: int | P) -> dict[str, PyTree]:
 @functools.cache
 def _shapes(config: BERTConfig) -> dict[str, PyTree]:
     return jax.eval_shape(lambda rng: init(config, rng), jax.random.key(0))
-
-
-def _norm(config: BERTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return layer_norm(
-        config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
-    )

@@ -174,13 +174,12 @@ class EncoderLayer(nnx.Module):
     ):
         self.sharing, width, hidden = sharing, config.width, config.hidden_width
         shared: dict[str, Any] = {"stddev": stddev, "tensor": sharing.tensor, "rngs": rngs}
-        norm = functools.partial(
-            layer_norm, width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
-        )
         self.attention = Attention(width, config.num_heads, **shared)
-        self.attention_dropout, self.attention_norm = nnx.Dropout(config.dropout, rngs=rngs), norm()
+        self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.attention_norm = stream_norm(config, rngs)
         self.mlp = MLP(width, hidden, activation=activation, **shared)
-        self.mlp_dropout, self.mlp_norm = nnx.Dropout(config.dropout, rngs=rngs), norm()
+        self.mlp_dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.mlp_norm = stream_norm(config, rngs)
 
     def __call__(self, x_BTE: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
         dropout = self.sharing.dropout
@@ -212,12 +211,18 @@ class MLP(nnx.Module):
         return self.down(hidden, self.tensor.scatter)
 
 
-def layer_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def layer_norm(width: int, *, rngs: nnx.Rngs, **options: Any) -> nnx.LayerNorm:
     """A LayerNorm that computes its variance from the centred values.
 
     E[x^2] - E[x]^2, flax's default, cancels badly once the residual stream has a mean.
     """
-    return nnx.LayerNorm(width, epsilon=epsilon, dtype=dtype, rngs=rngs, use_fast_variance=False)
+    return nnx.LayerNorm(width, rngs=rngs, use_fast_variance=False, **options)
+
+
+def stream_norm(config: BERTConfig | TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """The LayerNorm of a model's residual stream."""
+    epsilon, dtype = config.norm_epsilon, config.compute_dtype
+    return layer_norm(config.width, epsilon=epsilon, dtype=dtype, rngs=rngs)
 
 
 def rms_norm(width: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -35,6 +35,7 @@ from models.blocks import (
     Linear,
     Norm,
     function_of,
+    layer_norm,
     rms_norm,
     soft_capped,
     xielu,
@@ -842,6 +843,5 @@ def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm | No
         return Norm((config.width,), layer=is_layer, bias=bias, from_zero=True, **options)
     if not is_layer:
         return rms_norm(config.width, rngs=rngs, **options)
-    # E[x^2] - E[x]^2 cancels badly once the residual stream has a mean.
-    options |= {"use_bias": bias, "use_scale": config.norm_scale, "use_fast_variance": False}
-    return nnx.LayerNorm(config.width, rngs=rngs, **options)
+    options |= {"use_bias": bias, "use_scale": config.norm_scale}
+    return layer_norm(config.width, rngs=rngs, **options)

@@ -29,7 +29,7 @@ from jaxpipe import Model, Weighted, vocabulary
 from jaxpipe.errors import Problem
 from jaxpipe.nnx import functional
 from models import validation
-from models.blocks import MLP, Attention, EncoderLayer, function_of, layer_norm
+from models.blocks import MLP, Attention, EncoderLayer, function_of, stream_norm
 from models.context import Context
 from models.sharing import WHOLE, Sharing
 from models.tensor import Tensor, axis_split
@@ -144,10 +144,7 @@ class DecoderLayer(nnx.Module):
         )
         self.mlp = MLP(config.width, config.hidden_width, activation=nnx.relu, **shared)
         self.attention_norm, self.source_norm, self.mlp_norm = (
-            layer_norm(
-                config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs
-            )
-            for _ in range(3)
+            stream_norm(config, rngs) for _ in range(3)
         )
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
