@@ -12,12 +12,9 @@ from jaxpipe.files import read_bytes, read_json
 from train.data import folder as prepared
 from train.data import text
 
-FILES = (
-    prepared.TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+_CONFIG, _SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+_TEMPLATE = "chat_template.jinja"
+FILES = (prepared.TOKENIZER_FILE, _CONFIG, _SPECIAL, _TEMPLATE)
 """Files of the tokenizer, and of what the transformers library keeps beside it."""
 
 _NAMES = ("bos", "eos", "pad")
@@ -100,7 +97,7 @@ def export(folder: Path, *, sequence_length: int) -> Exported:
     """
     meta = text.read_meta(folder)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    if FILES[1] not in files:
+    if _CONFIG not in files:
         fields = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": meta.end_of_text,
@@ -108,7 +105,7 @@ def export(folder: Path, *, sequence_length: int) -> Exported:
             "model_max_length": sequence_length,
             "clean_up_tokenization_spaces": False,
         }
-        files[FILES[1]] = (json.dumps(fields, indent=2) + "\n").encode()
+        files[_CONFIG] = (json.dumps(fields, indent=2) + "\n").encode()
     return Exported(files, text.token_ids(folder), meta.tokenizer_sha256)
 
 
@@ -122,7 +119,7 @@ def _whole_texts(folder: Path) -> Tokenizer:
 def special_tokens(folder: Path) -> dict[str, str]:
     """Reads the special tokens, each written as text or as an object with its content."""
     names = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+    for file in (_SPECIAL, _CONFIG):
         fields = _json(folder / file)
         for name in _NAMES:
             token = fields.get(f"{name}_token")
@@ -138,19 +135,19 @@ def template(folder: Path) -> str:
     Raises:
       ValueError: there is none.
     """
-    if (path := folder / FILES[3]).is_file():
+    if (path := folder / _TEMPLATE).is_file():
         try:
             return read_bytes(path).decode("utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}.") from error
-    source = _json(folder / FILES[1]).get("chat_template")
+    source = _json(folder / _CONFIG).get("chat_template")
     if isinstance(source, list):  # several, by name
         named = (entry for entry in source if isinstance(entry, dict))
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ValueError(
-            f"--tokenizer={folder} holds no chat template: neither {FILES[3]}, nor a chat_template "
-            f"in {FILES[1]}."
+            f"--tokenizer={folder} holds no chat template: neither {_TEMPLATE}, nor a "
+            f"chat_template in {_CONFIG}."
         )
     return source
 

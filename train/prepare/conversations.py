@@ -201,7 +201,7 @@ def read_pairs(path: Path) -> list[tuple[int, str]]:
       ValueError: as `read`, or a line is no pair.
     """
     pairs = []
-    for number, line in read(path, option="--preferences").items():
+    for number, line in read(path, option="--preferences"):
         try:
             pair = json.loads(line)
             before = _messages(pair.get("prompt", []), "user")
@@ -219,18 +219,16 @@ def _messages(given: Any, role: str) -> list[Any]:
     return [{"role": role, "content": given}] if isinstance(given, str) else list(given)
 
 
-def read(path: Path, *, option: str = "--conversations") -> dict[int, str]:
-    """Reads the lines of a file that are not empty, by number from 1.
+def read(path: Path, *, option: str = "--conversations") -> list[tuple[int, str]]:
+    """Reads the lines of a file that are not empty, each with its number from 1.
 
     Raises:
       ValueError: it cannot be read, or holds fewer than two, of which one is held out.
     """
-    numbered = dict[int, str]()
     try:
-        with path.open(encoding="utf-8", newline="\n") as lines:
-            for number, line in enumerate(read_lines(lines), 1):
-                if line.strip():
-                    numbered[number] = line.removesuffix("\n")
+        with path.open(encoding="utf-8", newline="\n") as file:
+            lines = enumerate(read_lines(file), 1)
+            numbered = [(number, line.removesuffix("\n")) for number, line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}={path} cannot be read: {error}.") from error
     if len(numbered) < 2:

@@ -361,7 +361,7 @@ def collect_documents(options: PrepareOptions) -> tuple[list[Document], Counter[
     """
     if options.conversations is not None:
         lines = conversations.read(options.conversations)
-        return [Document(f"line {number}", line) for number, line in lines.items()], Counter()
+        return [Document(f"line {number}", line) for number, line in lines], Counter()
     if options.preferences is not None:
         pairs = conversations.read_pairs(options.preferences)
         return [Document(f"line {number}", line) for number, line in pairs], Counter()
