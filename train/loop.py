@@ -350,6 +350,7 @@ class Trainer:
         self.step, self.skipped, self.saved_at = 0, 0, time.monotonic()
         self.start_of_data = self.stream.get_state()
         self.evaluated: dict[str, Any] = {}
+        self.unread: tuple[int, Any] | None = None
         self.publisher = publish.Publisher(setup)
         self.noise = noise.Gauge(setup, self.config.folder / run_folder.METRICS_FILE)
         self.survivor: Survivor | None = None
@@ -426,15 +427,12 @@ class Trainer:
         config, last = self.config.train, self.config.train.steps
         copy_every = self.config.distributed.copy_every
         self.goodput.enter(STEP)
-        unread: tuple[int, Any] | None = None
         clock = Clock()
         with self._bar() as bar, Profile(self.config) as profile:
             task = bar.add_task("train", total=last, completed=self.step)
             while self.step < last:
                 if self.mode is not self.modes.after(self.step):
-                    if unread is not None:
-                        self._record(*unread)
-                        unread = None
+                    self._record_unread()
                     self._switch()
                     clock = Clock()
                 given = self._global(next(self.stream)), self.setup.rng(self.step)
@@ -450,10 +448,8 @@ class Trainer:
                 clock.steps += 1
                 profile.after(self.step, self.carried)
                 self._publish(values)
-                if unread is not None:
-                    # Values are read a step late, so that the devices always have work.
-                    self._record(*unread)
-                    unread = None
+                # Values are read a step late, so that the devices always have work.
+                self._record_unread()
                 stopping = self.stop.after(self.step)
                 is_last = self.step == last or stopping
                 # What follows the last step saves it.
@@ -464,10 +460,9 @@ class Trainer:
                 saves = self.step % config.checkpoint_every == 0 or is_last
                 saves = saves or (logs and self._is_time_to_save())
                 if not (saves or logs):
-                    unread = (self.step, values)
+                    self.unread = self.step, values
                     if copies:  # none without the record of its step
-                        self._record(*unread)
-                        unread = None
+                        self._record_unread()
                         self._copy()
                     bar.update(task, completed=self.step)
                     continue
@@ -620,8 +615,11 @@ class Trainer:
                 )
         return found
 
-    def _record(self, step: int, values: Any) -> None:
-        self.metrics.write(step, self._read(step, values))
+    def _record_unread(self) -> None:
+        if self.unread is not None:
+            step, values = self.unread
+            self.unread = None
+            self.metrics.write(step, self._read(step, values))
 
     def _read(self, step: int, values: Any) -> dict[str, Any]:
         """Returns a step's values by name; no loss while an asynchronous pipeline fills."""
