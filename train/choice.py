@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpipe.files import read_json, write_whole
-from jaxpipe.schedule import (
-    Schedule,
-    from_json,
-    is_users,
-    lower,
-    to_json,
-)
+from jaxpipe.schedule import Schedule, from_json, is_users, lower, to_json
 from train import pipeline_section
 from train.config import Config
 

@@ -27,13 +27,7 @@ from train import adapters, choice, evaluation, initial, pipeline_section, plot,
 from train.choice import Choice
 from train.config import Config
 from train.data import stream
-from train.errors import (
-    CannotContinueError,
-    ConfigError,
-    Failure,
-    NonFiniteLossError,
-    named_values,
-)
+from train.errors import CannotContinueError, ConfigError, Failure, NonFiniteLossError, named_values
 from train.modes import Mode, Modes, layout_of
 from train.processes import distributed
 from train.processes.watchdog import Watchdog, stages_by_process

@@ -10,10 +10,7 @@ from typing import Any
 
 from jaxpipe import schedules
 from jaxpipe.asynchronous import ASYNCHRONOUS_METHODS, SteadyState
-from jaxpipe.schedule import (
-    Costs,
-    Schedule,
-)
+from jaxpipe.schedule import Costs, Schedule
 from models.adapters import TRAINED
 from train.config import Config
 

@@ -16,15 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpipe import Model, Options, Pipeline, make_mesh, on_host
 from jaxpipe.errors import ArgumentError
 from jaxpipe.measure import end_costs, layer_costs
-from jaxpipe.schedule import (
-    Costs,
-    Schedule,
-    Timeline,
-    chunk_costs,
-    cuts,
-    device_clock,
-    partition,
-)
+from jaxpipe.schedule import Costs, Schedule, Timeline, chunk_costs, cuts, device_clock, partition
 from models.types import PyTree
 from train import errors, pipeline_section, tasks
 from train.choice import Choice

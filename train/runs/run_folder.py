@@ -36,10 +36,9 @@ SCHEDULE_FILE, STEADY_STATE_FILE = "schedule.svg", "schedule.txt"
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
 TIMELINE_PAGE = "timeline.html"
-_PICTURES = SCHEDULE_FILE, STEADY_STATE_FILE
 FILES = (
     *(CONFIG_FILE, METRICS_FILE, CHECKPOINTS, CHOICE_FILE, PROGRESS_FILE),
-    *(*_PICTURES, TENSORBOARD, GAUGES_FILE),
+    *(SCHEDULE_FILE, STEADY_STATE_FILE, TENSORBOARD, GAUGES_FILE),
 )
 """Files that every run leaves; a task's report may add one."""
 _HARMLESS = (
