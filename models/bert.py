@@ -72,15 +72,8 @@ class BERTConfig(validation.Validated):
     norm_epsilon: float = 1e-12
 
     def problems(self) -> Iterator[Problem]:
-        counts = (
-            "vocab_size",
-            "sequence_length",
-            "num_layers",
-            "width",
-            "num_heads",
-            "num_segments",
-        )
-        small = validation.small_counts(self, *counts, "mlp_width")
+        counts = ("vocab_size", "sequence_length", "num_layers", "width", "num_heads")
+        small = validation.small_counts(self, *counts, "num_segments", "mlp_width")
         yield from small
         yield from validation.wrong_choices(self)
         yield from validation.not_positive(self, "norm_epsilon")

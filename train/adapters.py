@@ -158,20 +158,12 @@ def num_trained(patterns: Sequence[str], params: PyTree) -> int:
 
 def _unfit(config: Config, path: str) -> Iterator[Failure]:
     """Finds settings that need all parameters to be trained."""
+    never_drains = pipeline_section.is_asynchronous(config)
+    clips = getattr(config.model, "qk_clip", None) is not None
     for other, is_set, why, valid in (
-        (
-            "pipeline.schedule",
-            pipeline_section.is_asynchronous(config),
-            "keeps versions of all",
-            "1f1b",
-        ),
+        ("pipeline.schedule", never_drains, "keeps versions of all", "1f1b"),
         ("optimizer.ema_decay", config.optimizer.ema_decay, "averages all", 0),
-        (
-            "model.qk_clip",
-            getattr(config.model, "qk_clip", None) is not None,
-            "scales weights of queries and keys",
-            "null",
-        ),
+        ("model.qk_clip", clips, "scales weights of queries and keys", "null"),
     ):
         if is_set:
             yield config.failure(

@@ -368,11 +368,7 @@ def _partition(config: Config) -> Iterator[Failure]:
 
 
 def _batch(config: Config) -> Iterator[Failure]:
-    size, count, shards = (
-        config.train.batch_size,
-        config.pipeline.microbatches,
-        config.mesh.data,
-    )
+    size, count, shards = config.train.batch_size, config.pipeline.microbatches, config.mesh.data
     sizes = _multiples(size, count * shards)
     if size % count:
         yield config.failure(
