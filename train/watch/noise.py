@@ -8,9 +8,7 @@ one microbatch of all data shards, the large one is the whole batch of a step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import optax
+
+from train.watch.metrics import records
 
 if TYPE_CHECKING:
     from train.step import Key, Setup, TrainState
@@ -133,9 +133,7 @@ def microbatch_norm(setup: Setup) -> jax.stages.Compiled:
 def _last(path: Path) -> Noise:
     """Reads the last means in metrics.jsonl."""
     means = Noise()
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        for record in map(json.loads, file):
-            if RECORD in record:
-                kept = record[RECORD]
-                means = Noise(kept["gradient"], kept["variance"], kept["estimates"])
+    for _, record in records(path):
+        if (kept := record.get(RECORD)) is not None:
+            means = Noise(kept["gradient"], kept["variance"], kept["estimates"])
     return means
