@@ -413,13 +413,12 @@ def model(
         has_documents = "documents" in microbatch
         return linear_attention.empty_cache(config, sharing, len(x), has_documents=has_documents)
 
-    functions = {
-        kind: (_layer(config, kind, sharing), linear_carry if kind.is_linear else carry)
-        for kind in set(config.layer_kinds)
-    }
-    layers, carries = zip(*(functions[kind] for kind in config.layer_kinds), strict=True)
-    if config.layers_are_alike:
-        layers, carries = layers[0], carries[0]
+    def by_layer(make: Callable[[LayerKind], Any]) -> Any:
+        """Makes what layers of a kind share: one for all if they are alike, or one for each."""
+        made = {kind: make(kind) for kind in set(config.layer_kinds)}
+        of_layers = tuple(made[kind] for kind in config.layer_kinds)
+        return of_layers[0] if config.layers_are_alike else of_layers
+
     merging: dict[str, Any] = {}
     if config.residual_streams > 1:
         spread = functools.partial(streams.spread, num_streams=config.residual_streams)
@@ -427,17 +426,15 @@ def model(
     paired_layer: Any = None
     if tensor_axis is not None:
         whole = dataclasses.replace(sharing, tensor=Tensor(tensor_axis, in_pieces=False))
-        paired = {kind: _layer(config, kind, whole) for kind in set(config.layer_kinds)}
-        paired_layer = tuple(paired[kind] for kind in config.layer_kinds)
-        if config.layers_are_alike:
-            paired_layer = paired_layer[0]
+        paired_layer = by_layer(lambda kind: _layer(config, kind, whole))
     outer = _outer_shapes(config)
     split = None if vocabulary_axis is None else gpt_split.of_tables(outer, 0)
     shapes = [_layer_shapes(config, kind) for kind in config.layer_kinds]
     own = gpt_split.of_parameters(config, outer, shapes, sharing)
+    carries = by_layer(lambda kind: linear_carry if kind.is_linear else carry)
     return Model(
         embed,
-        layers,
+        by_layer(lambda kind: _layer(config, kind, sharing)),
         head_loss,
         stateful=config.has_states,
         stage_split=split,
