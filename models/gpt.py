@@ -205,7 +205,7 @@ class Block(nnx.Module):
             n: int, value: tuple[jax.Array, list[jax.Array]]
         ) -> tuple[jax.Array, jax.Array]:
             x, (y,) = value
-            (y,) = out.finish(n, tensor.scatter(y))
+            (y,) = out.finish(n, tensor.scatter(y) if n else y)
             x = x + post_norms[0](y)
             own = self.mlp_norm(x)
             return x, ups.take(n, tensor.gather(own), own)
@@ -224,8 +224,10 @@ class Block(nnx.Module):
 
         columns = staggered([gather, multiply], pieces.split(self.attention_norm(x)))
         mixed, cache = attention.mix(pieces.whole(columns), documents, cache, start)
-        # What the first piece communicates lies beside these matmuls of the others.
+        # Beside these matmuls of the others, the first piece is scattered and then gathered again.
         products = in_turn(multiply_mixed, pieces.of_whole(mixed))
+        products[0] = list(map(tensor.scatter, products[0]))
+        products[:2] = jax.lax.optimization_barrier(products[:2])
         values = list(zip(pieces.split(x), products, strict=True))
         x = jnp.concatenate(staggered([exchange, run_mlp, end], values), axis=1)
         return x, None, cache
