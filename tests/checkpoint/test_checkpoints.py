@@ -317,23 +317,17 @@ def test_what_cannot_be_saved_is_refused(two, tmp_path):
     refuse(ValueError, "was left: save inside", save)
 
 
-def test_a_save_as_the_last_line_of_a_script_is_finished(tmp_path):
-    script = """
-import sys, jax.numpy as jnp, jaxpipe
-jaxpipe.Checkpoints(sys.argv[1]).save_arrays(1, {"w": jnp.ones(3)}, data={})
-"""
-    assert finish(start("python", "-c", script, tmp_path)).err == ""
-    assert jaxpipe.Checkpoints(tmp_path, read_only=True).latest == 1
-
-
-def test_a_save_after_the_end_of_a_program_is_refused_in_words(tmp_path):
+def test_a_save_as_the_last_line_of_a_script_is_finished_and_one_after_its_end_refused(tmp_path):
     script = """
 import atexit, sys, jax.numpy as jnp, jaxpipe
-checkpoints = jaxpipe.Checkpoints(sys.argv[1])
-atexit.register(lambda: checkpoints.save_arrays(1, {"w": jnp.ones(3)}, data={}))
+checkpoints, arrays = jaxpipe.Checkpoints(sys.argv[1]), {"w": jnp.ones(3)}
+atexit.register(lambda: checkpoints.save_arrays(2, arrays, data={}))
+checkpoints.save_arrays(1, arrays, data={})
 """
     errors = finish(start("python", "-c", script, tmp_path)).err
-    assert "step=1 comes too late: the program is ending" in errors
+    assert errors.count("Error:") == 1, errors
+    assert "step=2 comes too late: the program is ending" in errors
+    assert jaxpipe.Checkpoints(tmp_path, read_only=True).steps == [1]
 
 
 def test_who_opens_a_folder_last_writes_it_and_the_one_before_has_finished(tmp_path):
