@@ -49,9 +49,9 @@ CASES = [
     ("split", "zb-v", {"stage": 2, "data": 2}, {"zero": 3, "weights": "unrolled", "late": True}),
     ("split tuple", "1f1b-fused", {"stage": 2, "data": 2},
      {"zero": 2, "weights": "unrolled", "keyed": True}),
-    ("places", "zb-v", {"stage": 2}, {"num_layers": 7, "layer_counts": (2, 2, 2, 1), "late": True}),
-    ("places", "interleaved", {"stage": 2, "data": 2},
-     {"num_layers": 8, "zero": 3, "weight_slots": 2, "late": True, "remat": "dots"}),
+    ("places", "zb-v", {"stage": 2, "data": 2},
+     {"num_layers": 7, "layer_counts": (2, 2, 2, 1), "zero": 3, "weight_slots": 2, "late": True,
+      "remat": "dots"}),
     ("places", "1f1b-fused", {"stage": 2, "data": 2},
      {"num_layers": 6, "layer_counts": (4, 2), "zero": 3, "residuals": "host", "keyed": True}),
     # Chunks that begin with either kind; two of them lie in one slot.
