@@ -156,7 +156,7 @@ FEW = {
         *("1f1b-fused", {"stage": 2, "data": 2, "expert": 2}, 3, "dots", "unrolled"),
     ),
     "gemma": Case(
-        dataclasses.replace(GEMMA, num_layers=4, dropout=0.0),
+        dataclasses.replace(GEMMA, num_layers=2, dropout=0.0),
         *("1f1b-fused", {"stage": 2, "data": 2}, 3, "dots", "unrolled"),
     ),
     "gemma-in-v": Case(GEMMA, "zb-v", {"stage": 2, "tensor": 2}, 0, "none", "unrolled"),

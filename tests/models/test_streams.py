@@ -27,7 +27,8 @@ CONFIG = gpt.GPTConfig(
 ONE = dataclasses.replace(CONFIG, residual_streams=1)
 
 
-def drawn_params(config=CONFIG):
+@jax.jit
+def drawn_params():
     """Parameters with which every map depends on its token, and changes what follows; no map
     saturates, or gradients of its scale would be little more than rounding."""
 
@@ -36,7 +37,7 @@ def drawn_params(config=CONFIG):
         size = {"kernel": kernel, "scale": 0.3, "bias": 1.0}[path[-1].key]
         return leaf + size * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
 
-    params = jax.jit(functools.partial(gpt.init, config))(jax.random.key(0))
+    params = gpt.init(CONFIG, jax.random.key(0))
     return params | {"layers": jax.tree_util.tree_map_with_path(changed, params["layers"])}
 
 
@@ -65,8 +66,9 @@ def connected(params, x, branch):
     return jnp.einsum("btmn,btne->btme", res, x) + post[..., None] * y[:, :, None]
 
 
-def reference() -> jaxpipe.Model:
-    """The model whose layers are the paper's, around this model's attention and an MLP."""
+@functools.cache
+def reference():
+    """The loss of layers that are the paper's, around this model's attention and an MLP."""
     one, kind = gpt.model(ONE), CONFIG.layer_kinds[0]
     attention = function_of(
         lambda config, rngs: Attention(config, kind, sharing=WHOLE, rngs=rngs), ONE
@@ -95,7 +97,7 @@ def reference() -> jaxpipe.Model:
     def head_loss(outer, x, *args):
         return one.head_loss(outer, sum(x[:, :, n] for n in range(STREAMS)) / STREAMS, *args)
 
-    return jaxpipe.Model(embed, layer, head_loss)
+    return functools.partial(jaxpipe.unpipelined.loss, jaxpipe.Model(embed, layer, head_loss))
 
 
 def batch(rows):
@@ -116,7 +118,7 @@ def test_pipelines_compute_the_layers_of_the_paper(schedule, vocabulary, remat):
         schedules=[schedule],
         meshes=[jaxpipe.make_mesh(stage=2, data=2, tensor=2)],
         microbatches=4,
-        reference=functools.partial(jaxpipe.unpipelined.loss, reference()),
+        reference=reference(),
         zero=3,
         remat=remat,
     )
@@ -154,9 +156,10 @@ def test_a_model_begins_as_one_with_a_single_stream():
         kernel = params["layers"][name]["kernel"]
         params["layers"][name]["kernel"] = jnp.zeros_like(kernel)
     tokens = batch(2)["tokens"][:, :-1]
+    logits = jax.jit(gpt.logits, static_argnums=0)
     np.testing.assert_allclose(
-        gpt.logits(CONFIG, params, tokens),
-        gpt.logits(ONE, {**params, "layers": layers}, tokens),
+        logits(CONFIG, params, tokens),
+        logits(ONE, {**params, "layers": layers}, tokens),
         rtol=0,
         atol=1e-6,
     )

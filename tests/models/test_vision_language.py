@@ -30,6 +30,11 @@ model = functools.partial(vision_language.model, CONFIG)
 logits = jax.jit(functools.partial(vision_language.logits, CONFIG))
 
 
+@functools.cache
+def reference():
+    return functools.partial(jaxpipe.unpipelined.loss, model())
+
+
 @pytest.fixture(scope="module")
 def params():
     return jax.jit(functools.partial(vision_language.init, CONFIG))(jax.random.key(0))
@@ -54,7 +59,7 @@ def test_rows_with_different_numbers_of_images(params, schedule, trainable):
         schedules=[schedule],
         meshes=[jaxpipe.make_mesh(stage=2, data=2)],
         microbatches=4,
-        reference=functools.partial(jaxpipe.unpipelined.loss, model()),
+        reference=reference(),
         floor=3e-3,  # the bias of keys
         zero=3,
         trainable=trainable,
