@@ -86,7 +86,7 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(options):
 def test_losses_follow_their_formulas():
     """Balance as Fedus et al. 2022, equation 4, over all chosen experts; Zoph et al. 2022 for z."""
     apply, params, x = mixture_of(dataclasses.replace(CONFIG, balance_loss=0.5, z_loss=0.25))
-    _, loss = apply(params, x)
+    _, loss = jax.jit(apply)(params, x)
     logits = x.reshape(-1, CONFIG.width) @ params["router"]["kernel"]
     shares = jax.nn.softmax(logits)
     counts = np.bincount(np.argsort(-shares)[:, :2].ravel(), minlength=4) / len(shares)
@@ -98,7 +98,8 @@ def test_losses_follow_their_formulas():
 def test_a_bias_decides_who_is_chosen_and_not_how_much():
     """Also that counts are added up, and that the trainer's step ends with a move to equal use."""
     config = dataclasses.replace(CONFIG, router="sigmoid", bias_speed=0.125)
-    layers = gpt.init(config, jax.random.key(0))["layers"]
+    params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
+    layers = jax.device_get(params["layers"])
     router = jax.tree.map(lambda w: w[0], layers)["mlp"]["router"]
     state = jax.tree.map(jnp.copy, gpt.init_state(config)[0])
     selection = state["mlp"]["router"]["selection"]
@@ -106,7 +107,7 @@ def test_a_bias_decides_who_is_chosen_and_not_how_much():
     x = jax.random.normal(jax.random.key(1), (16, config.width))
     given = {"selection": selection | {"bias": jnp.array([0.0, 0.0, 9.0, 5.0])}}
     for _ in range(2):
-        routing, given = apply(router, given, x)
+        routing, given = jax.jit(apply)(router, given, x)
     assert given["selection"]["counts"].tolist() == [0, 0, 32, 32]
     assert given["selection"]["bias"].tolist() == [0, 0, 9, 5]
     assert np.all(routing.chosen == np.array([2, 3]))

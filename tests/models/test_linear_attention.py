@@ -99,4 +99,4 @@ def test_devices_that_share_a_sequence_hand_the_state_on(packed):
         mixed, state = _over_parts(context, *map(parts, (q, k, v)), gates, state, documents)
         return context.gather(mixed.reshape(ROWS, length // 2, *mixed.shape[2:])), state
 
-    assert_equal(jax.jit(shared)(*inputs, *given), recurrent(*inputs, *given))
+    assert_equal(jax.jit(shared)(*inputs, *given), jax.jit(recurrent)(*inputs, *given))

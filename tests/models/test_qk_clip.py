@@ -42,7 +42,7 @@ def test_largest_scores_are_those_of_the_pairs_that_are_seen():
     documents = np.sort(rng.integers(0, 3, (2, 300)), axis=1).astype(np.int32)
     scores, seen = scores_of(q, k, 0.3, window=40, documents=documents)
     expected = np.where(seen, scores, 0).max(axis=(0, 2, 3))
-    found = largest_scores(q, k, Scores(0.3, 40), documents)
+    found = jax.jit(largest_scores, static_argnums=2)(q, k, Scores(0.3, 40), documents)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -51,7 +51,7 @@ def test_clipped_weights_give_scores_at_the_threshold(config):
     """An update of 0 is clipped; the largest scores then are the smaller of both."""
     config = dataclasses.replace(config, num_layers=1, window=None)
     model, tokens = gpt.model(config), batch_of(config, 4)
-    params = gpt.init(config, jax.random.key(0))
+    params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
     own = jax.tree.map(lambda w: w[0], params["layers"])
 
     @jax.jit

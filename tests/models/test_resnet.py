@@ -120,15 +120,17 @@ def test_states_are_running_statistics_that_move_a_tenth_of_the_way(params, imag
 
 def test_evaluation_uses_running_statistics_and_leaves_them(params, images):
     """After many looks at the same rows, running statistics are those of the rows."""
-    train, evaluate = (resnet.model(BATCH_NORM, train=mode) for mode in (True, False))
+    forward, evaluate = (
+        jax.jit(functools.partial(run, resnet.model(BATCH_NORM, train=mode)))
+        for mode in (True, False)
+    )
     state = resnet.init_state(BATCH_NORM)
-    forward = jax.jit(functools.partial(run, train))
     for _ in range(150):
         expected, state = forward(params, images, state)
-    x, same = jax.jit(functools.partial(run, evaluate))(params, images, state)
+    x, same = evaluate(params, images, state)
     np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-4)
     jax.tree.map(np.testing.assert_array_equal, same, state)
-    x, _ = run(evaluate, params, images, resnet.init_state(BATCH_NORM))
+    x, _ = evaluate(params, images, resnet.init_state(BATCH_NORM))
     assert not np.allclose(x, expected, rtol=1e-2, atol=1e-2)
 
 

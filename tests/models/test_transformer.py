@@ -1,6 +1,7 @@
 """The encoder-decoder: shapes, masks, sizes, the loss, and greedy decoding."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,8 @@ def test_the_loss_is_the_smoothed_mean_over_tokens_that_are_no_padding(params, b
     real = targets != TINY.pad_id
     assert 0 < real.sum() < real.size
     expected = losses[real].mean()
-    loss = jaxpipe.unpipelined.loss(transformer.model(TINY), params, batch)
+    of_model = functools.partial(jaxpipe.unpipelined.loss, transformer.model(TINY))
+    loss = jax.jit(of_model)(params, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
@@ -105,7 +107,7 @@ SHORT = dataclasses.replace(TINY, vocab_size=6)
 
 @pytest.fixture(scope="module")
 def sharp():
-    params = transformer.init(SHORT, jax.random.key(4))
+    params = jax.jit(transformer.init, static_argnums=0)(SHORT, jax.random.key(4))
     return jax.tree.map(lambda leaf: 2 * leaf if leaf.ndim > 1 else leaf, params)
 
 

@@ -176,6 +176,11 @@ def convert(net, **options):
     return jaxpipe.nnx.model(net, layers=net.blocks, embed=embed, loss=loss, **options)
 
 
+@nnx.jit
+def logits_of(net):
+    return net(batch()["tokens"])
+
+
 def whole(net):
     """Loss and gradients of the module itself, in its own names; without dropout."""
     net = nnx.view(net, deterministic=True, use_running_average=False, raise_if_not_found=False)
@@ -260,7 +265,7 @@ def test_running_statistics_come_back_into_the_modules():
     )
     trained = nnx.clone(net)
     jaxpipe.nnx.update(trained, params, layers=trained.blocks, states=new)
-    nnx.view(net, deterministic=True, use_running_average=False)(batch()["tokens"])
+    logits_of(nnx.view(net, deterministic=True, use_running_average=False))
     got, expected = (nnx.to_pure_dict(nnx.state(m, nnx.BatchStat)) for m in (trained, net))
     chex.assert_trees_all_close(got, expected, rtol=1e-5)
     # A model that evaluates reads them.
@@ -269,7 +274,7 @@ def test_running_statistics_come_back_into_the_modules():
         evaluating.params, batch(), states=evaluating.states
     )
     chex.assert_trees_all_equal(unchanged, evaluating.states)
-    logits = nnx.view(trained, deterministic=True, use_running_average=True)(batch()["tokens"])
+    logits = logits_of(nnx.view(trained, deterministic=True, use_running_average=True))
     np.testing.assert_allclose(value, cross_entropy(logits, batch()), rtol=1e-6)
 
 
@@ -288,7 +293,7 @@ def test_trained_parameters_come_back_into_the_modules():
     assert losses[-1] < 0.8 * losses[0]
     jaxpipe.nnx.update(net, pipe.unplace(placed), layers=net.blocks)
     net.eval()
-    logits = net(batch()["tokens"])
+    logits = logits_of(net)
     got = jax.jit(pipe.outputs)(placed, batch())
     np.testing.assert_allclose(got, logits, rtol=1e-4, atol=1e-5)
 

@@ -95,7 +95,7 @@ def test_updates_keep_what_rounding_would_lose(zero, update):
     _, grads = jax.jit(pipe.value_and_grad)(placed, TIED.batch(16))
     step = pipe.train_step(optimizer, update=update)
     _, new, _ = step(placed, pipe.init(optimizer, placed), TIED.batch(16))
-    new, grads = pipe.unplace(new), pipe.unplace(grads)
+    new, grads = jax.device_get((pipe.unplace(new), pipe.unplace(grads)))
     expected = jax.tree.map(lambda w, g: w - 1e-5 * g, TIED.params, grads)
     chex.assert_trees_all_close(new, expected, rtol=0, atol=1e-9)
     moved = jax.tree.map(lambda a, b: (a != b).any(), new, TIED.params)
@@ -162,9 +162,9 @@ def test_gradients_of_narrow_parameters_are_summed_in_float32(layers, zero, upda
     chex.assert_trees_all_equal(pipe.unplace(new), summed(params))
     sums = jax.tree.leaves(buffers(pipe, BATCH)["gradients"])
     assert {str(leaf.dtype) for leaf in sums} == {"float32"}  # as memory is predicted
-    _, gradients = jaxpipe.unpipelined.value_and_grad(
-        pipe.model, params, BATCH, num_microbatches=len(SUMMANDS) // 2, data_shards=2
-    )
+    whole = functools.partial(jaxpipe.unpipelined.value_and_grad, pipe.model, data_shards=2)
+    run = jax.jit(functools.partial(whole, num_microbatches=len(SUMMANDS) // 2))
+    _, gradients = run(params, BATCH)
     chex.assert_trees_all_equal(jax.tree.map(jnp.negative, gradients), summed(params))
 
 
@@ -254,9 +254,10 @@ def test_layers_of_two_kinds_quantize_and_run_in_pairs():
 
     model, params, batch = places.model(6), places.params(6), places.batch(24)
     by_hand = dataclasses.replace(model, layer=(plain, gated) * 3)
-    expected = jaxpipe.unpipelined.value_and_grad(
-        by_hand, params, batch, num_microbatches=6, data_shards=2
+    reference = functools.partial(
+        jaxpipe.unpipelined.value_and_grad, by_hand, num_microbatches=6, data_shards=2
     )
+    expected = jax.jit(reference)(params, batch)
     pipe = jaxpipe.Pipeline(
         model,
         params,
@@ -337,15 +338,20 @@ def test_weights_that_are_not_trained_are_quantized_too():
         functools.partial(layer, batch=None, rng=None, matmul=product)
         for product in (matmul, jnp.matmul)
     )
-    y, pullback = jax.vjp(by_hand, params, x)
-    dparams, dx = pullback(x)
+
+    @jax.jit
+    def expected(params, x):
+        y, pullback = jax.vjp(by_hand, params, x)
+        return y, *pullback(x)
+
+    y, dparams, dx = expected(params, x)
     split = split_layer(plain, params, x, frozen=frozen, quantized=[None, "down", "up"])
     pairs = {name: quantize(params[name], E4M3) for name in ("down", "up")}
     given = params | {name: pair.values for name, pair in pairs.items()}
     given = given, [pair.scale for pair in pairs.values()]
-    found, until_b, until_w = split.forward(given, x)
+    found, until_b, until_w = jax.jit(split.forward)(given, x)
     chex.assert_trees_all_close(found, y, rtol=1e-6)
-    found = split.backward_fused(given, until_b, until_w, x)
+    found = jax.jit(split.backward_fused)(given, until_b, until_w, x)
     chex.assert_trees_all_close(found, (dx, dparams | {"down": None}), rtol=1e-5, atol=1e-6)
 
 

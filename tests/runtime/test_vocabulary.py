@@ -1,5 +1,7 @@
 """The vocabulary split over four devices against the whole table on one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +80,8 @@ def test_split_gradients_equal_whole_gradients(tied):
         # One row a device, to see that every device holds the complete gradient.
         return value[None], grads | {"mix": grads["mix"][None]}
 
-    expected, expected_grads = jax.value_and_grad(loss)(params, IDS, TARGETS, None)
+    of_whole = jax.jit(jax.value_and_grad(loss), static_argnames="axis")
+    expected, expected_grads = of_whole(params, IDS, TARGETS, axis=None)
     out_specs = P("stage"), specs | {"mix": P("stage")}
     values, grads = split_run(on_each_stage, (specs, P(), P()), out_specs)(params, IDS, TARGETS)
 
@@ -116,13 +119,12 @@ def test_loss_and_gradients_follow_their_formula(vocab, smoothing, cap, axis):
         options["soft_cap"] = cap
         return 0.5 * cross_entropy(x, table, targets, bias=bias, axis=axis, **options)
 
-    run = jax.value_and_grad(fused, argnums=(0, 1, 2))
-    if axis is not None:
-        slices = (P(), P(axis), P(axis))
-        run = split_run(run, slices, (P(), slices))
+    run, slices = jax.value_and_grad(fused, argnums=(0, 1, 2)), (P(), P(axis), P(axis))
+    run = jax.jit(run) if axis is None else split_run(run, slices, (P(), slices))
     with jax.enable_x64(True):
         exact = (jnp.asarray(np.asarray(value, np.float64)) for value in (X, HEAD, bias))
-        expected, expected_grads = jax.value_and_grad(explicit, argnums=(0, 1, 2))(*exact)
+        of_formula = jax.jit(jax.value_and_grad(explicit, argnums=(0, 1, 2)))
+        expected, expected_grads = of_formula(*exact)
     loss, grads = run(X, HEAD, bias)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     for grad, wanted in zip(grads, expected_grads, strict=True):
@@ -161,8 +163,10 @@ def test_float64_inputs_give_a_loss_and_gradients_in_float64():
             picked = jnp.take_along_axis(scores, TARGETS[..., None], -1)[..., 0]
             return -jnp.sum(weights * picked) / weights.sum()
 
-        found = jax.value_and_grad(whole_loss, argnums=(0, 1))(x, head, weights=weights)
-        expected = jax.value_and_grad(explicit, argnums=(0, 1))(x, head)
+        found, expected = (
+            jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, head)
+            for function in (functools.partial(whole_loss, weights=weights), explicit)
+        )
     for value, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert value.dtype == np.float64
         np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-14)
