@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 import jaxpipe
 from benchmarks.hlo import HloProgram, Instruction, pass_of
 from jaxpipe.runtime import memory
-from jaxpipe.runtime.tick.setup import INBOX, RESIDUALS
+from jaxpipe.runtime.defaults import RESIDUALS
+from jaxpipe.runtime.tick.setup import INBOX
 from jaxpipe.runtime.types import Batch
 from jaxpipe.schedule.lowering.table import BodyParts, Edges, TickTable
 
@@ -50,8 +51,8 @@ def collectives(program: HloProgram) -> list[Collective]:
     found = []
     ticks = program.tick_bodies()
     for name, tick in ticks.items():
-        # In the entry stand the ticks that run once, and what moves at the edges. Their branches may
-        # be computations that they share, which have the name of one of them.
+        # In the entry stand the ticks that run once, and what moves at the edges. Branches of these
+        # ticks may be one computation, which has the name of one of them.
         scope = f"{name}/" if tick == program.entry else ""
         places = dict(map(reversed, bodies_by_place(program, tick, scope=scope)))
         # XLA leaves out the loop of a tick that runs once: it stands beside those of others.

@@ -18,6 +18,7 @@ from jaxpipe.asynchronous.rows import SteadyRows
 from jaxpipe.asynchronous.steady import SteadyState
 from jaxpipe.asynchronous.updates import KEPT, Extra, Rules, Updated, Versioned, Versions
 from jaxpipe.runtime.barriers import run_if
+from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.layers.jaxprs import read_leaves
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layout.data_axis import average, gather
@@ -26,7 +27,7 @@ from jaxpipe.runtime.tick import executor
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import StepMicrobatches
 from jaxpipe.runtime.tick.prepare import fix
-from jaxpipe.runtime.tick.setup import RESIDUALS, Setup
+from jaxpipe.runtime.tick.setup import Setup
 from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.types import Arrays, Batch, Index, Key, OuterParams, States, Tree
 from jaxpipe.runtime.update.per_unit import with_stages, without_stages

@@ -11,8 +11,8 @@ from covering import some
 
 import jaxpipe
 from jaxpipe.runtime import memory
+from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.memory import tree_bytes
-from jaxpipe.runtime.tick.setup import RESIDUALS
 from jaxpipe.testing import assert_matches_unpipelined
 from models import gpt
 from models.pieces import num_pieces

@@ -20,6 +20,7 @@ from benchmarks.hlo import HloProgram, Instruction, is_around, pass_of
 from benchmarks.roofline import device_groups
 from jaxpipe.runtime import assembly, memory
 from jaxpipe.runtime.barriers import after
+from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.memory import buffers
 from jaxpipe.runtime.tick import prepare, setup
 from jaxpipe.schedule.actions import Kind
@@ -362,7 +363,7 @@ def test_stacked_layers_are_slices_at_the_number_of_a_loop(monkeypatch):
             inside = found.reached(loop.calls["body"], into_loops=False)
             (over_layers,) = (row for row in inside if row.opcode == "while")
             assert f'"known_trip_count":{{"n":"{layers}"}}' in over_layers.text
-    kept = jax.tree.leaves([buffers(pipe, batch())[name] for name in setup.RESIDUALS])
+    kept = jax.tree.leaves([buffers(pipe, batch())[name] for name in RESIDUALS])
     assert {leaf.shape[0] for leaf in kept} == {layers}
 
 

@@ -20,8 +20,8 @@ from benchmarks.kernels import Use, kernel
 from benchmarks.roofline import LAUNCH, PEAKS, WAIT, Roofline, device_groups, known_trips
 from jaxpipe.planning.devices import Device, find
 from jaxpipe.planning.without_devices import attention_of_gpus
+from jaxpipe.runtime.defaults import RESIDUALS_OF
 from jaxpipe.runtime.layers.split import REMAT_POLICIES
-from jaxpipe.runtime.tick.setup import RESIDUALS_OF
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.schedule.lowering.table import NONE

@@ -20,6 +20,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jaxpipe.runtime.barriers import after, always
+from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.layout.data_axis import average
 from jaxpipe.runtime.layout.placed import Placed
 from jaxpipe.runtime.layout.whole_model import SHARED, frozen_part, outer_of
@@ -34,7 +35,7 @@ from jaxpipe.runtime.tick.microbatches import (
     join_rows,
 )
 from jaxpipe.runtime.tick.prepare import fix
-from jaxpipe.runtime.tick.setup import RESIDUALS, Setup
+from jaxpipe.runtime.tick.setup import Setup
 from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.tick.weights import Gathered, Held, Resident
 from jaxpipe.runtime.trees import select, widened

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxpipe.runtime.defaults import known_fields
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layout.data_axis import Joined
 from jaxpipe.runtime.tick.chunk_pieces import MovedPiece
 from jaxpipe.runtime.tick.microbatches import Microbatches, StepMicrobatches
-from jaxpipe.runtime.tick.setup import RESIDUALS_OF
 from jaxpipe.runtime.tick.values import Carried, LayerPlace, Values
 from jaxpipe.runtime.trees import widened
 from jaxpipe.runtime.types import Arrays, Gradients, Index, OuterParams, Shapes, Stored, Tree
@@ -45,15 +45,11 @@ class Fixed(Values):
     collector: Collector
     weight: Callable[[Tree], jax.Array] | None
 
-    def fields(self, kind: Kind, known: Collection[str]) -> tuple[str, ...]:
-        """Names the fields of a kind's cells that the program knows, if it knows these slots."""
-        return "chunk", "layers", *(name for name in RESIDUALS_OF[kind] if name in known)
-
     def cells(
         self, kind: Kind, known: Collection[str], parts: BodyParts
     ) -> dict[int, dict[str, Any]]:
         """The cells of a kind that ticks with these parts have, by number."""
-        return self.table.cells(kind, self.fields(kind, known), self._ticks(parts))
+        return self.table.cells(kind, known_fields(kind, known), self._ticks(parts))
 
     def runs(self, phase: str, parts: BodyParts) -> bool:
         """Whether any tick with these parts has an outer phase: a field of `Outer`."""
@@ -62,25 +58,25 @@ class Fixed(Values):
 
     def _ticks(self, parts: BodyParts) -> np.ndarray:
         """Marks the ticks with these parts, bool ``[ticks]``."""
-        return np.asarray([one == parts for one in self.table.parts(**self._moves)])
+        return np.asarray([one == parts for one in self.table.parts(**self.moves)])
 
     def numbered(self, kind: Kind, cell: Cell) -> Cell:
         """The cells of a kind with their numbers."""
-        numbers = self.table.cell_numbers(kind, self.fields(kind, self.known_slots))
+        numbers = self.table.cell_numbers(kind, known_fields(kind, self.known_slots))
         return dataclasses.replace(cell, number=jnp.asarray(numbers))
 
     @property
     def bodies(self) -> tuple[tuple[BodyParts, ...], np.ndarray]:
         """The parts of ticks that occur, and how many ticks of each follow each other:
         `TickTable.runs`."""
-        return self.table.runs(**self._moves)
+        return self.table.runs(**self.moves)
 
     def runs_once(self, parts: BodyParts) -> bool:
         """Whether a single tick has these parts: XLA leaves out its loop."""
         return int(self._ticks(parts).sum()) == 1
 
     @property
-    def _moves(self) -> dict[str, bool]:
+    def moves(self) -> dict[str, bool]:
         """Arguments of `TickTable.runs` that say which transfers over data a step has."""
         reduces = self.gradients is not None and self.gradients.reduces(self)
         return {"gathers": self.weights.gathers, "reduces": reduces}

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpipe.runtime.barriers import after, run_if, tie, tie_to_smallest
+from jaxpipe.runtime.defaults import RESIDUALS_OF_F
 from jaxpipe.runtime.layers.losses import WithLoss, addable
 from jaxpipe.runtime.layout.buffers import at_slot
 from jaxpipe.runtime.layout.layer_layout import Body
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.setup import CARRY, CARRY_GRADIENT, INBOX, ON_HOST, RESIDUALS_OF_F
+from jaxpipe.runtime.tick.setup import CARRY, CARRY_GRADIENT, INBOX, ON_HOST
 from jaxpipe.runtime.tick.values import Carried
 from jaxpipe.runtime.tick.work import LayerWork, Work
 from jaxpipe.runtime.trees import joined, parted, widened

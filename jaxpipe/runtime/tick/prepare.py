@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpipe.runtime.defaults import room
+from jaxpipe.runtime.defaults import RESIDUALS, RESIDUALS_OF_F, known_slots, room
 from jaxpipe.runtime.filters import name_of
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.jaxprs import collectives, dependent, read_leaves
@@ -33,8 +33,6 @@ from jaxpipe.runtime.tick.setup import (
     CARRY,
     CARRY_GRADIENT,
     ON_HOST,
-    RESIDUALS,
-    RESIDUALS_OF_F,
     Setup,
     mean_scale,
 )
@@ -49,10 +47,6 @@ from jaxpipe.runtime.types import (
     Tree,
 )
 from jaxpipe.schedule.problems import refuse
-
-_MOST_COPIES, _MOST_CROSSING = 450, 300
-"""Largest number of layers in the loops of a program that knows all slots, or those from B to W,
-which gains less; each takes 0.3 to 0.7 s to compile. See docs/design/001-executor.md."""
 
 
 def fix(
@@ -175,25 +169,14 @@ def _buffers(fixed: Fixed, kind_of: np.ndarray) -> dict[str, SharedBuffers | Kno
 
 
 def _known(fixed: Fixed) -> tuple[str, ...]:
-    """Chooses the residuals whose slots the program knows: all, or what goes from B to W, which is
-    most of what is copied in place of them, or none."""
+    """Chooses the residuals whose slots the program knows: `known_slots`."""
 
-    passes = fixed.table.passes
+    def num_layers(chunk: int, layers: int) -> int:
+        if fixed.loops_in_chunk:
+            return 1
+        return sum(len(fixed.kinds_at(chunk, layer)) for layer in range(layers))
 
-    def fits(known: tuple[str, ...], most: int) -> bool:
-        """Counts the layers in the loops of all bodies of ticks."""
-        copies = sum(
-            1
-            if fixed.loops_in_chunk
-            else sum(len(fixed.kinds_at(cell["chunk"], layer)) for layer in range(cell["layers"]))
-            for parts in fixed.bodies[0]
-            for kind in filter(parts.has, passes)
-            for cell in fixed.cells(kind, known, parts).values()
-        )
-        return copies <= most
-
-    choices = (RESIDUALS, _MOST_COPIES), (RESIDUALS[-1:], _MOST_CROSSING)
-    return next((known for known, most in choices if fits(known, most)), ())
+    return known_slots(fixed.table, num_layers, **fixed.moves)
 
 
 def _left_behind(layers: Layers, setup: Setup) -> dict[str, list[Sequence[Shapes]]]:

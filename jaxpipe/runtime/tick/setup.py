@@ -22,24 +22,10 @@ from jaxpipe.runtime.tick.watch import Watch
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Path, Tree
 from jaxpipe.schedule.actions import Kind
-from jaxpipe.schedule.lowering.table import (
-    Pairs,
-    TickTable,
-)
+from jaxpipe.schedule.lowering.table import Pairs, TickTable
 
-RESIDUALS_OF_F = ("until_b", "until_w")
-RESIDUALS = (*RESIDUALS_OF_F, "crossing")
-"""Residuals of a layer by their reader: B alone, B and W, and W alone, which B makes."""
 ON_HOST = "on_host"
 """Residuals of F that have left the device."""
-RESIDUALS_OF = {
-    Kind.F: RESIDUALS_OF_F,
-    Kind.R: RESIDUALS_OF_F,
-    Kind.B: RESIDUALS,
-    Kind.BW: RESIDUALS_OF_F,
-    Kind.W: ("until_w", "crossing"),
-}
-"""Names of the residuals that an action reads or writes."""
 INBOX = {Kind.F: "x", Kind.R: "x", Kind.B: "dy", Kind.BW: "dy"}
 """The buffer in which the input of an action waits, by its kind."""
 CARRY, CARRY_GRADIENT = "carry", "carry_gradient"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpipe.runtime.defaults import RESIDUALS_OF_F
 from jaxpipe.runtime.layers import losses
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.model import embed_layer, head_layer, layer_key
@@ -16,7 +17,7 @@ from jaxpipe.runtime.layout.buffers import KnownSlots, SharedBuffers
 from jaxpipe.runtime.layout.layer_layout import LayerLayout
 from jaxpipe.runtime.mesh import Axes
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.setup import INBOX, RESIDUALS_OF_F, Setup, mean_scale
+from jaxpipe.runtime.tick.setup import INBOX, Setup, mean_scale
 from jaxpipe.runtime.trees import divide, joined
 from jaxpipe.runtime.types import (
     Activation,

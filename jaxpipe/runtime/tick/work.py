@@ -10,13 +10,14 @@ from typing import TypeAlias
 import jax
 
 from jaxpipe.runtime.barriers import Carry, tie
+from jaxpipe.runtime.defaults import RESIDUALS_OF
 from jaxpipe.runtime.float8 import E4M3
 from jaxpipe.runtime.layers.kinds import LayerKind
 from jaxpipe.runtime.layout.buffers import KnownSlots, Piece, at_slot
 from jaxpipe.runtime.layout.whole_model import SHARED
 from jaxpipe.runtime.tick.fixed import Fixed
 from jaxpipe.runtime.tick.microbatches import Microbatches
-from jaxpipe.runtime.tick.setup import CARRY, INBOX, RESIDUALS_OF
+from jaxpipe.runtime.tick.setup import CARRY, INBOX
 from jaxpipe.runtime.tick.values import Carried, LayerPlace
 from jaxpipe.runtime.trees import combine
 from jaxpipe.runtime.types import Index, LayerParams, Message, Stored, Tree
