@@ -15,9 +15,15 @@ import numpy as np
 
 from jaxpipe.planning import plans
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
-from jaxpipe.planning.memory import RESIDUALS_KEPT, residual_bytes, slots_of_order
+from jaxpipe.planning.memory import (
+    known_residuals,
+    knows_chunks,
+    residual_bytes,
+    slots_of_order,
+)
 from jaxpipe.planning.plans import MASTER_BYTES, Links, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, ModelSizes, Pass, Variant
+from jaxpipe.runtime.defaults import RESIDUALS, RESIDUALS_OF_F
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.device_clock import replay, work_of
 from jaxpipe.schedule.lowering.table import NONE
@@ -27,21 +33,22 @@ COARSE_STAGES = 8
 """Fewest stages in place of twice as many or more, when a plan is timed at first."""
 _MORE_IN_FLIGHT = 2
 """Most microbatches of a full stage that its last stage has in flight beyond a schedule's share."""
-_X_SUMS = 3
-"""Sums over stages of an activation per microbatch that are counted. A program has four, as it
-enters and leaves, and its gradients do; with three, predictions are nearer to compiled steps."""
+_X_SUMS = 4
+"""Sums over stages of an activation per microbatch: as it enters and leaves, and its gradients."""
 
 OFF = 0.14
 """Share by which nine in ten published runs that were not fitted are off at most
 (docs/published.md)."""
 MOST_HOSTS = 64
 """Hosts over which ZeRO-3 has been run often; beyond, its transfers may take twice as long."""
-EXPOSED_IN_PIECES = {2: 0.08, 4: 0.08, 8: 0.22}
+EXPOSED_IN_PIECES = {2: 0.07, 4: 0.07, 8: 0.13}
 """Share of tensor collectives that layers in pieces expose, by the devices: compiled programs of
 Llama 70B (docs/design/002-axes.md)."""
 PIECES_SECONDS, PIECES_BYTES = 0.2e-3, 16 << 20
 """Seconds that pieces add to each of F, B and W, and bytes of the smallest activation in pieces."""
-
+TICK_SECONDS = 0.2e-3
+"""Seconds of a tick beside its layers, embedding and head, in a compiled program: launches of idle
+loops, receives, and waits of the host (docs/benchmarks.md, `make gpu-roofline`, zb-v)."""
 
 WIDE = 0.5
 """Rate of matmuls in float32 (TF32), in which optimizers multiply, in that of 16 bits, by data
@@ -161,8 +168,9 @@ _NOTHING = LayerTransfer(0.0, 0.0)
 def step_seconds(placed: PlacedPlan, program: Program) -> dict[str, float]:
     """Predicts the seconds of a step by part: layers that run; embedding and head; stages that wait
     for each other; gathers and reductions that nothing hides; the optimizer and what follows it."""
-    parts = seconds_of_order(placed, program)
-    parts["transfers"] += _exposed(program, layer_costs(placed), transfer(placed))
+    layer = layer_costs(placed, program)
+    parts = seconds_of_order(placed, program, layer)
+    parts["transfers"] += _exposed(program, layer, transfer(placed))
     return parts | {"stragglers": placed.cluster.straggling * sum(parts.values())}
 
 
@@ -234,7 +242,7 @@ def coarse_seconds(placed: PlacedPlan) -> tuple[float, float]:
 def least_of_family(placed: PlacedPlan) -> float:
     """Bounds the seconds of a step from below, whatever the plan's options."""
     plan = placed.plan
-    head = plan.passes * _passes(placed).head / plan.stage
+    head = plan.passes * layer_passes(placed).head / plan.stage
     return _layer_seconds(placed, layer_costs(placed)) - _most_hidden(placed) + _fill(placed) + head
 
 
@@ -265,9 +273,12 @@ def _fill(placed: PlacedPlan) -> float:
     return hops * there + max(0.0, hops * back - owed * chunk * layer.w)
 
 
-def seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
-    """Predicts the parts of `step_seconds` if layers hide all transfers, and without stragglers."""
-    plan, layer = placed.plan, layer_costs(placed)
+def seconds_of_order(
+    placed: PlacedPlan, program: Program, layer: Costs | None = None
+) -> dict[str, float]:
+    """Predicts the parts of `step_seconds` if layers hide all transfers, and without stragglers;
+    unless ``layer`` says what one takes, with all slots known that may be."""
+    plan, layer = placed.plan, layer or layer_costs(placed)
     layers, head = _layer_seconds(placed, layer), plan.passes * _head(placed)
     at_end = plan.stage * _head(placed) if plan.ends else 0.0
     hidden = hidden_in_pairs(placed)
@@ -278,8 +289,15 @@ def seconds_of_order(placed: PlacedPlan, program: Program) -> dict[str, float]:
     transfers = _outer_transfer(placed)
     if plan.on_host.residuals:  # their slots are made there
         transfers += residual_bytes(placed, slots_of_order(program)) / placed.cluster.bus
-    parts = {"layers": layers, "head": head, "waits": max(0.0, waits), "transfers": transfers}
-    return parts | {"update": _update(placed)}
+    ticks = TICK_SECONDS * grown(program, lambda short: float(table_of(short).num_ticks))
+    return {
+        "layers": layers,
+        "head": head,
+        "waits": max(0.0, waits),
+        "ticks": ticks,
+        "transfers": transfers,
+        "update": _update(placed),
+    }
 
 
 def _layer_seconds(placed: PlacedPlan, layer: Costs) -> float:
@@ -307,13 +325,19 @@ class Passes(NamedTuple):
     head: float
 
 
-def _passes(placed: PlacedPlan) -> Passes:
+def layer_passes(placed: PlacedPlan, program: Program | None = None) -> Passes:
+    """Times the passes of a layer; without a program, with all slots known that may be."""
     plan = placed.plan
+    known = known_residuals(placed, program)
+    # A fused backward hands nothing from B to W.
+    known = (*known, *RESIDUALS[-1:]) if plan.schedule.endswith("-fused") else known
     whole = plan.tensor * placed.sizes.message.at(plan.rows)
     pieces = placed.model.in_pieces and not plan.overlaps and whole >= PIECES_BYTES
     return _passes_of(
         *(placed.model, placed.variant, plan.rows, placed.cluster, placed.sharing_links),
         pieces=pieces and plan.tensor > 1,
+        copies=RESIDUALS_OF_F[0] not in known,
+        crossing=RESIDUALS[-1] not in known,
     )
 
 
@@ -326,6 +350,8 @@ def _passes_of(
     links: Links,
     *,
     pieces: bool,
+    copies: bool,
+    crossing: bool,
 ) -> Passes:
     of_tensor = EXPOSED_IN_PIECES[min(variant.tensor, 8)] if pieces else 1.0
 
@@ -339,7 +365,8 @@ def _passes_of(
 
     def timed(layer_pass: Pass) -> float:
         """Times kernels at the roofline, copies, and collectives, one after another."""
-        seconds = layer_pass.values.at(rows) / cluster.bandwidth
+        copied = copies * layer_pass.values.at(rows) + crossing * layer_pass.crossing.at(rows)
+        seconds = copied / cluster.bandwidth
         seconds += sum(kernel_seconds(kernel, rows, cluster) for kernel in layer_pass.kernels)
         return seconds + communicated(layer_pass)
 
@@ -373,14 +400,15 @@ def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=4096)
-def layer_costs(placed: PlacedPlan) -> Costs:
-    """Times F, B and W of a layer, the mean if they differ, and a message."""
+def layer_costs(placed: PlacedPlan, program: Program | None = None) -> Costs:
+    """Times F, B and W of a layer, the mean if they differ, and a message: `layer_passes`, and
+    what the layout of weights and the host add."""
     plan, cluster = placed.plan, placed.cluster
-    f, b, w, attention, *_ = _passes(placed)
+    f, b, w, attention, *_ = layer_passes(placed, program)
     copies, sums = _of_weights(placed)
     f, b, w = f + copies, b + copies, w + sums
     if plan.on_host.residuals:
-        until_b, until_w = (placed.mean(name) / cluster.bus for name in RESIDUALS_KEPT)
+        until_b, until_w = (placed.mean(name) / cluster.bus for name in RESIDUALS_OF_F)
         f, b = f + until_b + until_w, b + until_b + until_w
         w += 0.0 if plan.schedule.endswith("-fused") else until_w
     sent = 0.0
@@ -394,14 +422,17 @@ def layer_costs(placed: PlacedPlan) -> Costs:
 def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
     """Times cutting a layer's weights out of their stack, for F and for B, and adding a gradient.
 
-    Unrolled weights are read where they lie, and their gradients added within the matmul
-    (docs/design/001-executor.md)."""
+    Where the program knows its chunks, or weights are unrolled, they are read where they lie, and
+    gradients are added within the matmul (docs/design/001-executor.md)."""
     plan, bandwidth = placed.plan, placed.cluster.bandwidth
     size, read = placed.layer_parameters, placed.read_bytes
     summed = MASTER_BYTES * placed.trained * size
-    if plan.weights == "unrolled":
-        return 0.0, summed / bandwidth
-    return 2 * read * size / bandwidth, 5 * summed / bandwidth
+    if plan.weights == "unrolled" or knows_chunks(placed):
+        return 0.0, placed.cluster.device.efficiency.loads * summed / bandwidth
+    layer = placed.sizes.layers[-1]
+    launches = LAUNCH_SECONDS * len(layer.shapes + layer.expert_shapes)
+    # Both arrays of a sum are read outside of the matmul, and it is written.
+    return launches + 2 * read * size / bandwidth, launches + 3 * summed / bandwidth
 
 
 def hidden_in_pairs(placed: PlacedPlan) -> float:
@@ -414,7 +445,7 @@ def hidden_in_pairs(placed: PlacedPlan) -> float:
     differ = len(placed.sizes.layers) > 1
     if not placed.plan.overlaps or (differ and placed.plan.weights == "stacked"):
         return 0.0
-    seconds = _passes(placed)
+    seconds = layer_passes(placed)
     computation = seconds.f + seconds.b + seconds.w - seconds.communication
     return min(seconds.communication, computation)
 
@@ -518,7 +549,7 @@ def _head(placed: PlacedPlan) -> float:
     """Times embedding and head of one microbatch: a stage's part, and sums over stages if all
     compute them together."""
     plan, sizes = placed.plan, placed.sizes
-    whole = _passes(placed).head
+    whole = layer_passes(placed).head
     if plan.stage == 1 or plan.ends:
         return whole / plan.stage
     launches = LAUNCH_SECONDS * len(sizes.head.kernels)

@@ -7,14 +7,17 @@ places that is rounded up, are found by tracing the forward of a layer at fewer 
 
 Matmuls, convolutions, attention, gathers and the like are kernels of their own, which read their
 operands and write their results. What is element by element is fused: only what such a kernel, a
-reduction or the program's caller reads is written, by one kernel that reads what it is made from.
+reduction or the program's caller reads is written, by a kernel that reads the parts of values that
+it is made from. One kernel writes several such results of equal shape if they read the same value.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import or_
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -60,8 +63,12 @@ _TIMES = 4
 _ROWS = 2, 4
 """Rows at which a trace is counted; more than one, so that nothing would be simplified away."""
 
-_RENAMES = {"reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"}
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_precision_sum"}
+_RENAMES = {
+    *("reshape", "squeeze", "expand_dims", "convert_element_type", "copy", "bitcast"),
+    *("stop_gradient", "reduce_precision"),
+}
+_CUTS = {"slice", "split", "dynamic_slice"}
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"}
 _FREE = {"optimization_barrier", "iota", "broadcast_in_dim", "axis_index", "create_token"}
 _HEAVY = {
     *("dot_general", "conv_general_dilated", "ragged_dot_general", "gather", "scatter"),
@@ -353,7 +360,7 @@ def _layer(
     document_share: float,
 ) -> LayerSizes:
     split, leaves, frozen = kind.split, jax.tree.leaves(own), jax.tree.leaves(own[1:])
-    f, b, w, fused = _passes(split, axes, rows, compute_bytes, document_share)
+    (f, b, w), live = _passes(split, axes, rows, compute_bytes, document_share)
     read = split.traced.known[: split.traced.params.num_leaves]
     quantized = [v.aval for v in read if _itemsize(v) == 1]
     return LayerSizes(
@@ -364,7 +371,7 @@ def _layer(
         until_b=_number(rows.tree_bytes(split.until_b)),
         until_w=_number(rows.tree_bytes(split.until_w)),
         crossing=_number(rows.tree_bytes(split.crossing)),
-        live=_number(max(counted.live for counted in (f, b, w, fused))),
+        live=_number(max(live, f.live, b.live, w.live)),
         shapes=tuple(leaf.shape for leaf in leaves if EXPERT not in leaf.apart),
         expert_shapes=tuple(leaf.shape for leaf in leaves if EXPERT in leaf.apart),
         quantized=sum(math.prod(weight.shape) for weight in quantized),
@@ -380,8 +387,8 @@ def _passes(
     rows: Rows,
     compute_bytes: int,
     document_share: float,
-) -> list[Counted]:
-    """Counts F, B and W of a layer, and both backwards as one."""
+) -> tuple[list[Counted], float]:
+    """Counts F, B and W of a layer, and the most bytes at once of both backwards as one."""
     traced = split.traced
     kept = [*split.kept_until_b, *split.kept_until_w]
     own = traced.known[: traced.params.num_leaves]
@@ -400,18 +407,20 @@ def _passes(
         (jaxprs.needed(traced.forward, returned), returned, carry.union(kept), weights),
         (split.b, [*dx, *split.crosses], from_slots | crosses, of_weights),
         ([*split.again, *split.w], dparams, from_slots | crosses, of_weights),
-        ([*split.b, *split.w], [*dx, *dparams], from_slots, of_weights),
     ]
-    return [
+    whole = _Program([*split.b, *split.w], [*dx, *dparams], of_weights, rows)
+    counted = [
         count(
             *(eqns, outputs, axes, rows),
             slots=slots,
+            crosses=crosses,
             stored=dparams,
             weights=own,
             document_share=document_share,
         )
         for eqns, outputs, slots, own in programs
     ]
+    return counted, whole.live_bytes(from_slots, dparams)
 
 
 # Kernels of traced equations.
@@ -432,6 +441,7 @@ def count(
     rows: Rows,
     *,
     slots: Collection[Atom] = (),
+    crosses: Collection[Atom] = (),
     stored: Collection[Atom] = (),
     weights: Mapping[Atom, int] = MappingProxyType({}),
     document_share: float = 1.0,
@@ -440,20 +450,20 @@ def count(
 
     Args:
       slots: variables that are read from slots, or, among the outputs, written to them.
+      crosses: those of them that go from B to W.
       stored: outputs that are added to what lies elsewhere, such as gradients.
       weights: variables that are weights, with the bytes of an element of the copy that is read.
     """
     program = _Program(eqns, outputs, weights, rows)
     kept = {program.origin(v) for v in program.outputs if v in slots}
-    kernels: list[Kernel] = []
+    crossed = set(map(program.origin, crosses))
+    kernels = program.fusions()
     collectives: list[SizedCollective] = []
-    copied = 0.0
+    values = crossing = 0.0
     for eqn in eqns:
         if eqn.primitive.name in _COLLECTIVES:
             collectives += _collective(eqn, axes, rows)
-        elif id(eqn) in program.fused:
-            kernels += [program.fusion(v) for v in eqn.outvars if v in program.materialised]
-        else:
+        elif id(eqn) not in program.fused:
             read, written = list(map(program.origin, _inputs(eqn))), eqn.outvars
             moved = sum(map(program.bytes, [*read, *written]))
             if eqn.primitive.name == "dynamic_update_slice":  # in place
@@ -470,10 +480,10 @@ def count(
             kernels.append(Kernel(_number(flops), _number(moved), kind))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
             # are copied into one.
-            copies = {v for v in read if v in slots}
-            copies |= kept.intersection(written)
-            copied += 2 * sum(map(program.bytes, copies))
-    work = Pass(tuple(kernels), _number(copied), tuple(collectives))
+            copies = {v for v in read if v in slots} | kept.intersection(written)
+            values += 2 * sum(map(program.bytes, copies - crossed))
+            crossing += 2 * sum(map(program.bytes, copies & crossed))
+    work = Pass(tuple(kernels), _number(values), tuple(collectives), _number(crossing))
     return Counted(work, program.live_bytes(slots, stored))
 
 
@@ -514,25 +524,60 @@ class _Program:
             v = source
         return v
 
-    def bytes(self, v: Atom) -> float:
-        return self.rows.elements(v.aval.shape) * self.weights.get(v, _itemsize(v))
+    def bytes(self, v: Atom, cut: Atom | None = None) -> float:
+        """Counts the bytes of a variable, or of a part of it as large as another one."""
+        shape = v.aval.shape if cut is None else cut.aval.shape
+        return self.rows.elements(shape) * self.weights.get(v, _itemsize(v))
 
-    def fusion(self, v: Atom) -> Kernel:
-        """Makes the kernel that writes a variable: no FLOPs of matmuls, and its bytes."""
-        moved = self.bytes(v) + sum(map(self.bytes, self._in_memory(self.maker[v])))
-        return Kernel(_number(0.0), _number(moved))
+    def fusions(self) -> list[Kernel]:
+        """Makes the kernels that write what is element by element: no FLOPs of matmuls, and their
+        bytes. Results of one shape share a kernel if they read the same value of this shape, and
+        none is made from another."""
+        bits = {v: 1 << n for n, v in enumerate(self.materialised)}
+        made_from, groups = dict[Atom, int](), list[tuple[list[Atom], dict[Atom, float]]]()
+        for eqn in self.eqns:
+            before = functools.reduce(or_, (made_from.get(v, 0) for v in _inputs(eqn)), 0)
+            for v in eqn.outvars:
+                made_from[v] = before | bits.get(v, 0)
+                if v not in bits:
+                    continue
+                read, shape = dict(self.reads[v]), v.aval.shape
+                alike = {w for w in read if w.aval.shape == shape}
+                for group, already in groups:
+                    together = alike.intersection(already) and shape == group[0].aval.shape
+                    if together and not any(before & bits[w] for w in group):
+                        group.append(v)
+                        already |= read
+                        break
+                else:
+                    groups.append(([v], read))
+        sizes = (sum(map(self.bytes, group)) + sum(read.values()) for group, read in groups)
+        return [Kernel(_number(0.0), _number(size)) for size in sizes]
 
-    def _in_memory(self, kernel: Eqn) -> Vars:
-        """Variables in memory that an equation is computed from, through what is fused into it."""
-        read, seen, operands = set[Atom](), set[int](), _inputs(kernel)
+    @functools.cached_property
+    def reads(self) -> dict[Atom, dict[Atom, float]]:
+        """What each variable that is written element by element is computed from: `_in_memory`."""
+        made = ((v, eqn) for eqn in self.eqns for v in eqn.outvars if v in self.materialised)
+        return {v: self._in_memory(eqn, v) for v, eqn in made}
+
+    def _in_memory(self, kernel: Eqn, result: Atom | None = None) -> dict[Atom, float]:
+        """Counts the bytes in memory that an equation, or one of its results, is computed from,
+        through what is fused into it, by variable: where parts are cut out, only these."""
+        read, seen = dict[Atom, float](), set[tuple[Atom, Atom | None]]()
+        cut = result if kernel.primitive.name in _CUTS else None
+        operands = [(v, cut) for v in _inputs(kernel)]
         while operands:
-            v = self.origin(operands.pop())
+            v, cut = operands.pop()
+            v = self.origin(v)
+            if (v, cut) in seen:
+                continue
+            seen.add((v, cut))
             eqn = self.maker.get(v)
             if eqn is None or id(eqn) not in self.fused or v in self.materialised:
-                read.add(v)
-            elif id(eqn) not in seen:
-                seen.add(id(eqn))
-                operands += _inputs(eqn)
+                read[v] = min(self.bytes(v), read.get(v, 0.0) + self.bytes(v, cut))
+            else:
+                cut = v if eqn.primitive.name in _CUTS else cut
+                operands += [(w, cut) for w in _inputs(eqn)]
         return read
 
     def live_bytes(self, slots: Collection[Atom], stored: Collection[Atom]) -> float:
@@ -544,10 +589,10 @@ class _Program:
         kernels: list[tuple[list[Atom], Vars]] = []
         for eqn in self.eqns:
             if id(eqn) not in self.fused:
-                kernels.append((eqn.outvars, self._in_memory(eqn)))
+                kernels.append((eqn.outvars, {*self._in_memory(eqn)}))
                 continue
             made = [v for v in eqn.outvars if v in self.materialised]
-            kernels += [([v], self._in_memory(eqn)) for v in made]
+            kernels += [([v], {*self.reads[v]}) for v in made]
         read = set[Atom]().union(*(read for _, read in kernels))
         elsewhere = {self.origin(v) for v in (*stored, *slots)} - read
         sizes = {v: self.bytes(v) for made, _ in kernels for v in made if v not in elsewhere}

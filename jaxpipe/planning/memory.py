@@ -9,12 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from jaxpipe.planning.plans import MASTER_BYTES, PlacedPlan, Program, grown, lowering_of, table_of
-from jaxpipe.runtime.defaults import FUSES_SLICES
+from jaxpipe.planning.plans import (
+    MASTER_BYTES,
+    SCHEDULES,
+    PlacedPlan,
+    Program,
+    grown,
+    lowering_of,
+    table_of,
+)
+from jaxpipe.runtime.defaults import (
+    FUSES_SLICES,
+    MOST_COPIES,
+    MOST_CROSSING,
+    RESIDUALS,
+    RESIDUALS_OF_F,
+    known_slots,
+)
 from jaxpipe.schedule.lowering.table import TickTable
 
-RESIDUALS_KEPT = ("until_b", "until_w")
-"""Buffers of residuals, which F fills for B and for W."""
 CARRIED = ("carry", "carry_gradient")
 """Buffers of what a slice of a sequence hands to the next in F, and of its cotangents."""
 
@@ -37,11 +50,41 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
 
 def _handed(placed: PlacedPlan, table: TickTable) -> int:
     """Counts the messages that layers hand on and that are kept between ticks: those that travel
-    late, or, where the program knows its chunks (`Setup.knows_chunks`), all."""
-    in_rows = FUSES_SLICES and len(placed.sizes.layers) == 1
-    if (placed.plan.weights == "unrolled" or in_rows) and not placed.plan.overlaps:
+    late, or, where the program knows its chunks, all."""
+    if knows_chunks(placed):
         return 1 if table.one_message else 2
     return len({channel.kind for channel in table.channels if channel.late_edges})
+
+
+def knows_chunks(placed: PlacedPlan) -> bool:
+    """Whether the program has a loop for every chunk: `Setup.knows_chunks`."""
+    in_rows = FUSES_SLICES and len(placed.sizes.layers) == 1
+    return (placed.plan.weights == "unrolled" or in_rows) and not placed.plan.overlaps
+
+
+def known_residuals(placed: PlacedPlan, program: Program | None = None) -> tuple[str, ...]:
+    """Names the residuals that kernels read and write in their slots, since unrolled layers know
+    these; without a program, at most, from the slots that a schedule has at least."""
+    plan = placed.plan
+    if plan.weights == "stacked" or plan.overlaps or plan.on_host.residuals:
+        return ()
+    layers = placed.model.num_layers // plan.num_chunks
+    kinds = 2 if plan.schedule.endswith("-fused") else 3
+    most: tuple[str, ...] = RESIDUALS
+    searched = plan.schedule in SCHEDULES
+    if searched and layers * kinds * plan.in_flight(plan.schedule) > MOST_COPIES:
+        crossing = plan.chunks + 2 * max(plan.chunks, plan.crossing(plan.schedule))
+        most = RESIDUALS[-1:] if layers * crossing <= MOST_CROSSING else ()
+    if program is None or not most:
+        return most
+    reduces = plan.data * plan.sharing > 1
+    return _known(program.shorter()[0][0], plan.zero.shards_weights, reduces)
+
+
+@lru_cache(maxsize=4096)
+def _known(program: Program, gathers: bool, reduces: bool) -> tuple[str, ...]:
+    table = table_of(program)
+    return known_slots(table, lambda chunk, layers: layers, gathers=gathers, reduces=reduces)
 
 
 @lru_cache(maxsize=4096)
@@ -58,7 +101,7 @@ def least_bytes(
     if program is not None:
         return sum(_bytes(placed, {**slots_of_order(program), **least}).values())
     names = among or (plan.schedule,)
-    kept = dict.fromkeys(RESIDUALS_KEPT, min(plan.in_flight(name) for name in names))
+    kept = dict.fromkeys(RESIDUALS_OF_F, min(plan.in_flight(name) for name in names))
     crossing = min(plan.crossing(name) for name in names)
     slots = {**kept, "crossing": crossing, "x": 1, "dy": 1}
     slots |= dict.fromkeys(CARRIED, plan.chunks)
@@ -72,13 +115,13 @@ def slots_of_order(program: Program) -> Slots:
     def slots(name: str) -> float:
         return grown(program, lambda short: lowering_of(short).num_slots[name])
 
-    names = [*RESIDUALS_KEPT, "crossing", "x", "dy", *(CARRIED if program.slices > 1 else ())]
+    names = [*RESIDUALS_OF_F, "crossing", "x", "dy", *(CARRIED if program.slices > 1 else ())]
     return dict.fromkeys(CARRIED, 0) | {name: slots(name) for name in names}
 
 
 def residual_bytes(placed: PlacedPlan, slots: Slots) -> float:
     """Counts the bytes of residuals, wherever they lie."""
-    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in RESIDUALS_KEPT)
+    return placed.layers_per_chunk * sum(slots[name] * placed.mean(name) for name in RESIDUALS_OF_F)
 
 
 def _bytes(placed: PlacedPlan, slots: Slots) -> dict[str, float]:

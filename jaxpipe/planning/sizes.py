@@ -53,13 +53,16 @@ class Pass(NamedTuple):
     """F, B or W of a layer, or a phase of embedding and head.
 
     Args:
-      values: bytes that are copied into slots and out of them, beside the kernels.
+      values: bytes that are copied into slots and out of them, beside the kernels, unless the
+        program knows the slots.
       collectives: in order; none of them overlaps computation within the layer.
+      crossing: bytes that are copied likewise of what goes from B to W.
     """
 
     kernels: tuple[Kernel, ...]
     values: Linear
     collectives: tuple[SizedCollective, ...]
+    crossing: Linear = Linear(0.0, 0.0)
 
     def flops(self, rows: int) -> float:
         return sum(kernel.flops.at(rows) for kernel in self.kernels)

@@ -15,10 +15,11 @@ from synthetic import NONE, synthetic
 import jaxpipe
 from jaxpipe.errors import ArgumentError
 from jaxpipe.planning import cost, counting, devices, without_devices
-from jaxpipe.planning.memory import device_bytes, least_bytes
+from jaxpipe.planning.memory import device_bytes, known_residuals, least_bytes
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
+from jaxpipe.runtime.defaults import FUSES_SLICES, RESIDUALS
 from jaxpipe.runtime.memory import buffers, tree_bytes
 from jaxpipe.runtime.tracing import traced_layers
 from jaxpipe.runtime.zero import Zero
@@ -48,7 +49,7 @@ PLAN = Plan(
     stage=4, data=2, context=1, tensor=1, replica=1, schedule="1f1b-fused", chunks=1,
     microbatches=8, rows=2, remat="none", zero=Zero.NOTHING, weight_slots=1, weights="stacked",
 )  # fmt: skip
-ROOFLINE = devices.Efficiency(0.81, 0.90, attention=1.0, loads=0.0, sustained=1.0)
+ROOFLINE = devices.Efficiency(0.81, 0.90, attention=0.6, loads=0.0, sustained=1.0)
 """Assumptions of the roofline in benchmarks/studies/h100.md."""
 OF_EXPERTS = {"stage": 2, "data": 4, "microbatches": 4, "expert": 2}
 OF_SLICES = {"microbatches": 4, "remat": "full", "weights": "unrolled", "slices": 4}
@@ -412,16 +413,47 @@ def test_slices_fill_the_pipeline_of_few_sequences():
     assert cost.least_seconds(cut) <= sum(steps[0].values())
 
 
-@pytest.mark.parametrize(("remat", "milliseconds"), [("none", 2.33), ("full", 2.50)])
-def test_layers_take_what_the_roofline_of_compiled_programs_says(remat, milliseconds):
-    """1f1b, unrolled, of ``make gpu-roofline`` with slots from the table, within 10%."""
-    costs = cost.layer_costs(at_roofline(OF_ROOFLINE, remat=remat, weights="unrolled"))
-    assert 1e3 * (costs.f + costs.b + costs.w) == pytest.approx(milliseconds, rel=0.1)
+@pytest.mark.parametrize(
+    ("schedule", "remat", "weights", "milliseconds"),
+    [
+        ("1f1b", "none", "unrolled", 1.808),
+        ("1f1b", "dots", "unrolled", 1.798),
+        ("1f1b-fused", "full", "unrolled", 2.228),
+        ("1f1b-fused", "dots", "stacked", 1.98 if FUSES_SLICES else 2.36),
+    ],
+)
+def test_layers_take_what_the_roofline_of_compiled_programs_says(
+    schedule, remat, weights, milliseconds
+):
+    """The table of layers in benchmarks/studies/h100.md, of ``make gpu-roofline``, within 5%."""
+    one = at_roofline(OF_ROOFLINE, schedule=schedule, remat=remat, weights=weights)
+    costs = cost.layer_costs(one, cost.program_of(one, published=True))
+    assert 1e3 * (costs.f + costs.b + costs.w) == pytest.approx(milliseconds, rel=0.05)
 
 
-@pytest.mark.parametrize(("microbatches", "milliseconds"), [(8, 1360), (32, 4869)])
+def test_a_program_with_too_many_layers_in_its_loops_copies_values_into_slots():
+    """zb-v on 8 stages knows 16 slots of 2 layers, but not 64 of 8."""
+    shape = {"stage": 8, "schedule": "zb-v", "chunks": 2, "microbatches": 32, "remat": "dots"}
+    short, long = (
+        placed(dataclasses.replace(SMALL, num_layers=16 * n), weights="unrolled", **shape)
+        for n in (2, 16)
+    )
+    programs = [cost.program_of(one, published=True) for one in (short, long)]
+    known = [known_residuals(*one) for one in zip((short, long), programs, strict=True)]
+    assert known == [RESIDUALS, ()]
+    layer = long.sizes.layers[0]
+    copied = sum(one.values.at(2) + one.crossing.at(2) for one in layer.passes)
+    few, many = (cost.layer_costs(*one) for one in zip((short, long), programs, strict=True))
+    more = many.f + many.b + many.w - few.f - few.b - few.w
+    assert more == pytest.approx(copied / long.cluster.bandwidth)
+
+
+@pytest.mark.parametrize(("microbatches", "milliseconds"), [(16, 2219), (32, 4196)])
 def test_a_large_model_takes_what_its_compiled_program_does(microbatches, milliseconds):
-    """gpt-52b on 64 H100s in benchmarks/studies/h100.md, shards within hosts, within 6%."""
+    """gpt-52b on 64 H100s in benchmarks/studies/h100.md, shards within hosts, within 6%.
+
+    About 0.12 s of each step are not predicted, of 1.25 s with 8 microbatches.
+    """
     shape = {"stage": 8, "data": 8, "chunks": 8, "microbatches": microbatches, "rows": 1}
     one = at_roofline(OF_52B, **BREADTH_FIRST | shape, remat="full")
     found = cost.step_seconds(one, cost.program_of(one, published=True)) | {"stragglers": 0.0}
