@@ -38,7 +38,7 @@ from benchmarks.published_systems import (
 )
 from benchmarks.studies import common
 from jaxpipe.planning import devices
-from jaxpipe.planning.cost import Prediction, kernel_seconds
+from jaxpipe.planning.cost import Prediction, kernel_seconds, layer_passes
 from jaxpipe.planning.plans import NOTHING, Offload, Plan
 from jaxpipe.planning.search import Goal, search
 from jaxpipe.planning.sizes import ModelSizes
@@ -98,17 +98,13 @@ def own_seconds(prediction: Prediction) -> dict[str, float]:
     passes = plan.microbatches * placed.model.num_layers / plan.stage
     layer = placed.sizes.layers[0].passes
     kernels = sum(kernel_seconds(k, plan.rows, cluster) for one in layer for k in one.kernels)
-    collectives = sum(
-        c.sent.at(plan.rows) / placed.sharing_links.along(c.axis)
-        for one in layer
-        for c in one.collectives
-    )
+    collectives = layer_passes(placed).communication
     rest = seconds["layers"] - passes * (kernels + collectives)
     return {
         "kernels": passes * kernels,
         "collectives": passes * collectives + min(0.0, rest),
         "copies": max(0.0, rest),
-        "waits": seconds["waits"] + seconds["head"],
+        "waits": seconds["waits"] + seconds["ticks"] + seconds["head"],
         "data": seconds["transfers"] + seconds["update"],
     }
 

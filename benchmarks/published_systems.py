@@ -222,7 +222,7 @@ class Rates(NamedTuple):
     """
 
     sustained: float = devices.SUSTAINED
-    exposed: float = 0.32
+    exposed: float = 0.42
     straggling: float = devices.STRAGGLING
 
 

@@ -82,6 +82,7 @@ def sizes(
     return ModelSizes(
         name=name, tokens_per_row=length, parameter_bytes=4, compute_bytes=2, moments=2,
         batch_rows=1, row_bytes=4 * (length + 1), variants=variants,
+        in_pieces=all(map(config.in_pieces, config.layer_kinds)),
     )  # fmt: skip
 
 

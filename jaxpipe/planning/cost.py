@@ -17,7 +17,6 @@ from jaxpipe.planning import plans
 from jaxpipe.planning.devices import LAUNCH_SECONDS, Cluster
 from jaxpipe.planning.memory import (
     known_residuals,
-    knows_chunks,
     residual_bytes,
     slots_of_order,
 )
@@ -422,12 +421,12 @@ def layer_costs(placed: PlacedPlan, program: Program | None = None) -> Costs:
 def _of_weights(placed: PlacedPlan) -> tuple[float, float]:
     """Times cutting a layer's weights out of their stack, for F and for B, and adding a gradient.
 
-    Where the program knows its chunks, or weights are unrolled, they are read where they lie, and
-    gradients are added within the matmul (docs/design/001-executor.md)."""
+    Unrolled weights are read where they lie, and their gradients added within the matmul
+    (docs/design/001-executor.md). So are stacked ones from JAX 0.12 on, which is not counted."""
     plan, bandwidth = placed.plan, placed.cluster.bandwidth
     size, read = placed.layer_parameters, placed.read_bytes
     summed = MASTER_BYTES * placed.trained * size
-    if plan.weights == "unrolled" or knows_chunks(placed):
+    if plan.weights == "unrolled":
         return 0.0, placed.cluster.device.efficiency.loads * summed / bandwidth
     layer = placed.sizes.layers[-1]
     launches = LAUNCH_SECONDS * len(layer.shapes + layer.expert_shapes)

@@ -50,16 +50,11 @@ def device_bytes(placed: PlacedPlan, program: Program) -> dict[str, float]:
 
 def _handed(placed: PlacedPlan, table: TickTable) -> int:
     """Counts the messages that layers hand on and that are kept between ticks: those that travel
-    late, or, where the program knows its chunks, all."""
-    if knows_chunks(placed):
+    late, or, where the program knows its chunks (`Setup.knows_chunks`), all."""
+    in_rows = FUSES_SLICES and len(placed.sizes.layers) == 1
+    if (placed.plan.weights == "unrolled" or in_rows) and not placed.plan.overlaps:
         return 1 if table.one_message else 2
     return len({channel.kind for channel in table.channels if channel.late_edges})
-
-
-def knows_chunks(placed: PlacedPlan) -> bool:
-    """Whether the program has a loop for every chunk: `Setup.knows_chunks`."""
-    in_rows = FUSES_SLICES and len(placed.sizes.layers) == 1
-    return (placed.plan.weights == "unrolled" or in_rows) and not placed.plan.overlaps
 
 
 def known_residuals(placed: PlacedPlan, program: Program | None = None) -> tuple[str, ...]:
@@ -69,10 +64,9 @@ def known_residuals(placed: PlacedPlan, program: Program | None = None) -> tuple
     if plan.weights == "stacked" or plan.overlaps or plan.on_host.residuals:
         return ()
     layers = placed.model.num_layers // plan.num_chunks
-    kinds = 2 if plan.schedule.endswith("-fused") else 3
+    copies = layers * (2 if plan.schedule.endswith("-fused") else 3)  # F, BW; F, B, W
     most: tuple[str, ...] = RESIDUALS
-    searched = plan.schedule in SCHEDULES
-    if searched and layers * kinds * plan.in_flight(plan.schedule) > MOST_COPIES:
+    if plan.schedule in SCHEDULES and copies * plan.in_flight(plan.schedule) > MOST_COPIES:
         crossing = plan.chunks + 2 * max(plan.chunks, plan.crossing(plan.schedule))
         most = RESIDUALS[-1:] if layers * crossing <= MOST_CROSSING else ()
     if program is None or not most:

@@ -19,7 +19,7 @@ from jaxpipe.planning.memory import device_bytes, known_residuals, least_bytes
 from jaxpipe.planning.plans import Offload, PlacedPlan, Plan, Program, grown, table_of
 from jaxpipe.planning.sizes import Kernel, Linear, ModelSizes, Sizes, Variant
 from jaxpipe.runtime import assembly
-from jaxpipe.runtime.defaults import FUSES_SLICES, RESIDUALS
+from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.memory import buffers, tree_bytes
 from jaxpipe.runtime.tracing import traced_layers
 from jaxpipe.runtime.zero import Zero
@@ -419,7 +419,7 @@ def test_slices_fill_the_pipeline_of_few_sequences():
         ("1f1b", "none", "unrolled", 1.808),
         ("1f1b", "dots", "unrolled", 1.798),
         ("1f1b-fused", "full", "unrolled", 2.228),
-        ("1f1b-fused", "dots", "stacked", 1.98 if FUSES_SLICES else 2.36),
+        ("1f1b-fused", "dots", "stacked", 2.36),
     ],
 )
 def test_layers_take_what_the_roofline_of_compiled_programs_says(
