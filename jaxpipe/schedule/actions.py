@@ -174,7 +174,8 @@ def split_action(action: Action) -> list[Action]:
     """Splits a BW into B and W; returns any other action as it is."""
     if action.kind is not Kind.BW:
         return [action]
-    return [dataclasses.replace(action, kind=kind) for kind in (Kind.B, Kind.W)]
+    s, i = action.virtual_stage, action.microbatch
+    return [Action(s, kind, i) for kind in (Kind.B, Kind.W)]
 
 
 def dependencies(action: Action, *, num_virtual_stages: int) -> list[Action]:

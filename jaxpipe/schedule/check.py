@@ -60,7 +60,7 @@ class Results:
         """Returns `number` and `inputs` for microbatch 0; for microbatch i they are i larger."""
         place = action.kind, action.virtual_stage
         if (numbers := self._firsts.get(place)) is None:
-            first = dataclasses.replace(action, microbatch=0)
+            first = Action(action.virtual_stage, action.kind, 0)
             needed = dependencies(first, num_virtual_stages=len(self._stages))
             numbers = self._first(*place), [self._first(n.kind, n.virtual_stage) for n in needed]
             self._firsts[place] = numbers

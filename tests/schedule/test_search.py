@@ -24,7 +24,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.search.auto import PlacedModel, auto, find_soonest, lower_bound
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import improve, search_orders
-from jaxpipe.schedule.search.tick_search import improve_on_devices, read_promptly
+from jaxpipe.schedule.search.tick_search import TickSearch, read_promptly
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
 
 COSTS = Costs(1, 1.2, 0.8)
@@ -142,7 +142,9 @@ def test_any_rule_and_limit_gives_an_order_that_runs_and_can_be_improved(
     bound = lower_bound(placement, m, costs, cap=cap)
     ends = [simulate(schedule, costs).makespan for schedule in (better, first)]
     assert bound - 1e-9 <= ends[0] <= ends[1] + 1e-9
-    sooner, end = improve_on_devices(first, costs, cap=cap, bound=bound, seconds=0.02)
+    ticks = TickSearch(first, costs, cap)
+    ticks.improve(bound, seconds=0.02)
+    sooner, end = ticks.found(), ticks.end
     validate(sooner)
     assert peak(sooner) <= cap
     assert end == pytest.approx(device_clock(sooner, costs).makespan)
@@ -181,11 +183,13 @@ def test_other_orders_and_ticks_wait_less_for_messages(name, p, m, costs, cap):
     schedule = catalog.build(name, stages=p, microbatches=m)
     _, paced = soonest_on_devices([schedule], costs)
     every = [costs] * schedule.placement.num_virtual_stages
-    found, end = improve_on_devices(schedule, every, cap=cap, bound=0, seconds=0.2)
+    search = TickSearch(schedule, every, cap)
+    search.improve(bound=0, seconds=0.2)
+    found = search.found()
     validate(found)
     assert peak(found) <= cap
-    assert end == pytest.approx(device_clock(found, costs).makespan)
-    assert end < paced
+    assert search.end == pytest.approx(device_clock(found, costs).makespan)
+    assert search.end < paced
 
 
 # `auto`: every placement.

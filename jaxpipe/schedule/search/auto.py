@@ -36,7 +36,7 @@ from jaxpipe.schedule.placement import Placement, linear, looped, wave
 from jaxpipe.schedule.problems import Problem, counted, plain, refuse
 from jaxpipe.schedule.search.controllable_memory import controllable_memory
 from jaxpipe.schedule.search.order_search import rules, search_orders
-from jaxpipe.schedule.search.tick_search import improve_on_devices, read_promptly
+from jaxpipe.schedule.search.tick_search import TickSearch, read_promptly
 from jaxpipe.schedule.simulate import UNIT, Costs, Timeline, makespan
 
 _FEW_CHUNKS, _NUM_PROMISING = 4, 6
@@ -46,31 +46,34 @@ _MOST_VIRTUAL_STAGES = 256
 grows faster than the square of this number."""
 _SEARCHED_CHUNKS = 2
 """Orders are searched on the best placement so far, and on those of at most so many chunks."""
-_SECONDS = 2.4
+_SECONDS = 2.0
 """Time of a search on one core of a server of 2021, if no single step of it takes longer. Actions
 are counted, not time, so that the result does not depend on the machine."""
-_PUBLISHED, _PACED, _PROMPT = 8.0, 40.0, 20.0
-_MOVED, _REORDER, _REORDER_V = 60.0, 250.0, 400.0
+_PUBLISHED, _PACED, _PROMPT = 9.0, 50.0, 18.0
+_MOVED, _REORDER, _REORDER_V = 60.0, 130.0, 270.0
 """Microseconds per action: to make and time a schedule, to pace it, to find ticks in which all
 messages are prompt, to choose what waits on the host, to order a schedule anew with `in_time`, and
 to order a V schedule or a wave anew."""
-_TRIALS = 40
+_TRIALS = 10
 """Schedules that the search for a building block may time: about the price of a V schedule."""
-_ORDERING_SHARE = 0.15
+_ORDERING_SHARE = 0.2
 """Largest share of the time left that reordering the schedules of a placement may take."""
-_BEST_SHARE, _SEARCHING_SHARE = 0.45, 0.2
+_PACED_SHARE = 0.08
+"""Largest share of the time left in which schedules of a placement are paced."""
+_BEST_SHARE, _SEARCHING_SHARE = 0.35, 0.15
 """Shares of the time left in which orders are searched: on the best placement so far, unless late
 messages take longer than an action, and on others."""
 _NUM_FUSED = 20
 """Rules for orders with every W after its B."""
 _PROMPTLY = Costs(1, 1, 0.01)
 """Costs in whose time orders have prompt messages."""
-_ROUNDS = (8, 0.3), (3, 0.4), (1, 1.0)
+_ROUNDS = (8, 0.4), (3, 0.5), (1, 1.0)
 """Numbers of best schedules whose orders and ticks are changed, and shares of the time left."""
-_LEAST_SECONDS = 0.05
-"""Orders are not searched in less time."""
-_GAIN = 0.005
-"""Share of the time for which no search is worth it."""
+_LEAST_MICROSECONDS = 5e4
+"""Orders are not searched, nor ticks changed, in less time."""
+_GAIN, _BEHIND = 0.005, 0.1
+"""Share of the time for which no search is worth it, and how much later than the best the schedules
+of a placement may end that is searched."""
 _REORDERED = ("zb-h1", "zb-h2", "interleaved-zb", "1f1b-v")
 """Schedules that are reordered by `in_time`; waves and V schedules read the costs themselves."""
 _RULE = Rule(pace=1.0, lead=2.0, patience=0.5, frees=True, reserves=True)
@@ -108,7 +111,7 @@ def auto(
         and orders are searched of which nothing moves. None leaves all on the device.
       num_slices: slices of a microbatch's sequences; costs are then those of the average slice.
       seconds: about how long this takes, unless one schedule takes longer; 0 for the first that
-        fits, None for 2.4.
+        fits, None for 2.0.
       progress: called with a few words on what the search does next.
 
     Raises:
@@ -211,8 +214,10 @@ class Search:
             self._progress(f"{what}, {counted(v, 'chunk')} per stage {place}".rstrip())
 
     def may_gain(self, model: PlacedModel) -> bool:
-        """Whether the bound of a placement leaves room for a schedule worth the search."""
-        return model.bound * (1 + _GAIN) < self.makespan
+        """Whether a placement is worth the search: its bound leaves room, and its schedules are not
+        far behind."""
+        first = min((end for end, placed, _ in self._paced if placed is model), default=0.0)
+        return max(model.bound * (1 + _GAIN), first / (1 + _BEHIND)) < self.makespan
 
     def offer(
         self,
@@ -247,8 +252,9 @@ class Search:
                 timed.append((makespan(fits, model.costs), len(timed), fits))
         # No schedule ends sooner on devices than free-running, and that time is quick to compute.
         seen = set[tuple[tuple[Action, ...], ...]]()
+        until = self.microseconds * (1 - _PACED_SHARE)
         for least, _, schedule in sorted(timed):
-            if least >= self.makespan or (self.microseconds <= 0 and self.makespan < math.inf):
+            if least >= self.makespan or (self.microseconds <= until and self.makespan < math.inf):
                 break
             if schedule.orders in seen:
                 continue
@@ -262,29 +268,26 @@ class Search:
         return [schedule for *_, schedule in timed]
 
     def improve(self) -> None:
-        """Changes orders and ticks of the best schedules, and then of the best of these, in the
-        time that is left."""
-        for num_starts, share in _ROUNDS:
-            # Those that end at the same time mostly are the same.
-            distinct = {
-                (end, model): (end, model, schedule)
-                for end, model, schedule in reversed(self._paced)
-                if max(peak_in_flight(schedule)) <= model.cap and self.may_gain(model)
-            }
-            starts = sorted(distinct.values(), key=operator.itemgetter(0))[:num_starts]
-            if self.microseconds <= 0 or not starts:
-                return
-            microseconds = share * self.microseconds / len(starts)
-            for _, model, schedule in starts:
+        """Changes orders and ticks of the best schedules, and goes on with the best of these, in
+        the time that is left."""
+        # Those that end at the same time mostly are the same.
+        distinct = {
+            (end, model): (end, model, schedule)
+            for end, model, schedule in reversed(self._paced)
+            if max(peak_in_flight(schedule)) <= model.cap and self.may_gain(model)
+        }
+        ranked = sorted(distinct.values(), key=operator.itemgetter(0))
+        most = 1 + max(0, int(_ROUNDS[0][1] * self.microseconds / _LEAST_MICROSECONDS))
+        starts = ranked[: min(most, _ROUNDS[0][0])] if self.microseconds > 0 else []
+        searches = [(model, TickSearch(s, model.costs, model.cap)) for _, model, s in starts]
+        for num_searches, share in _ROUNDS:
+            searches = sorted(searches, key=lambda pair: pair[1].end)[:num_searches]
+            microseconds = share * self.microseconds / max(1, len(searches))
+            for model, search in searches:
                 self.microseconds -= microseconds
-                improved = improve_on_devices(
-                    schedule,
-                    model.costs,
-                    cap=model.cap,
-                    bound=model.bound,
-                    seconds=1e-6 * microseconds,
-                )
-                self._take(model, *improved)
+                search.improve(model.bound, 1e-6 * microseconds)
+        for model, search in searches:
+            self._take(model, search.found(), search.end)
 
     def _take(self, model: PlacedModel, schedule: Schedule, end: float) -> None:
         self._paced.append((end, model, schedule))
@@ -382,11 +385,11 @@ def _offer_searched(
     for model in candidates:
         kinds = dict.fromkeys((model.costs, tuple(map(of_ticks, model.costs))))
         if len(kinds) > 1:
-            search.offer(model, _fused(model))
+            search.offer(model, _fused(model), share=_ORDERING_SHARE)
         longest = model is candidates[0] and len(kinds) == 1
         share = _BEST_SHARE if longest else _SEARCHING_SHARE
         seconds = 1e-6 * share * search.microseconds
-        if not search.may_gain(model) or seconds < _LEAST_SECONDS:
+        if not search.may_gain(model) or 1e6 * seconds < _LEAST_MICROSECONDS:
             continue
         search.say("searching orders", model)
         found = published.get(model) or search.offer(model, published_schedules(model))

@@ -84,13 +84,15 @@ def search_orders(
     """
     budget = 1e6 * seconds
     schedules = [*seeds, *_by_rules(placement, num_microbatches, costs, cap, budget)]
-    schedules += _by_repeating(placement, num_microbatches, costs, cap, budget * _REPEATED_SHARE)
+    few = -(-cap // placement.num_chunks) + _STEADY
+    repeating = _REPEATED_SHARE if few < num_microbatches else 0.0
+    schedules += _by_repeating(placement, num_microbatches, few, costs, cap, budget * repeating)
     timed = sorted(((makespan(s, costs), k) for k, s in enumerate(schedules)))
     # Orders that end at the same time mostly lead to the same one.
     distinct = {time: (time, schedules[k]) for time, k in reversed(timed)}
     best = sorted(distinct.values(), key=lambda item: item[0])[:_NUM_STARTS]
     size = 3 * placement.num_virtual_stages * num_microbatches
-    moving = budget * (1 - _RULE_SHARE - _FINAL_SHARE - _REPEATED_SHARE)
+    moving = budget * (1 - _RULE_SHARE - _FINAL_SHARE - repeating)
     moves = min(_MOST_MOVES, int(moving / (_MOVED * size * len(best))))
     if moves < _FEWEST_MOVES:
         moves = 0
@@ -140,15 +142,15 @@ def _by_rules(
 def _by_repeating(
     placement: Placement,
     num_microbatches: int,
+    few: int,
     costs: Sequence[Costs],
     cap: int,
     microseconds: float,
 ) -> Iterator[Schedule]:
     """Yields improved orders of few microbatches, with what they do for one of them repeated."""
-    few = -(-cap // placement.num_chunks) + _STEADY
     size = 3 * placement.num_virtual_stages * few
     affordable = rules(placement)[: int(microseconds / 2 / (_ORDERED * size))]
-    if few >= num_microbatches or not affordable:
+    if not affordable:
         return
     made = {dispatch(placement, few, costs, cap, rule) for rule in affordable}
     tried = [Schedule("auto", placement, few, orders) for orders in made]
@@ -232,36 +234,36 @@ class NumberedActions:
     Attributes:
       held: chunks that an action adds to those in flight.
       inputs: what an action reads, and how long after its start that is there.
+      needed: what it reads.
+      queues: the same for all microbatches of a pass, which run in turn.
     """
 
     def __init__(self, schedule: Schedule, costs: Sequence[Costs]) -> None:
-        placement = schedule.placement
-        self.num_microbatches = schedule.num_microbatches
-        self.actions = [
-            Action(s, kind, i)
-            for kind in (Kind.F, Kind.B, Kind.W)
-            for s in range(placement.num_virtual_stages)
-            for i in range(schedule.num_microbatches)
-        ]
+        placement, m = schedule.placement, schedule.num_microbatches
+        kinds = Kind.F, Kind.B, Kind.W
+        passes = [(s, kind) for kind in kinds for s in range(placement.num_virtual_stages)]
+        self.actions = [Action(*place, i) for place in passes for i in range(m)]
         self.numbers = {action: number for number, action in enumerate(self.actions)}
-        self.durations = [costs[a.virtual_stage].of(a.kind) for a in self.actions]
-        self.stages = [placement.stages[a.virtual_stage] for a in self.actions]
-        self.held = [HELD[a.kind] for a in self.actions]
-        self.inputs: list[list[tuple[int, float]]] = [[] for _ in self.actions]
-        for number, action in enumerate(self.actions):
-            for needed in dependencies(action, num_virtual_stages=placement.num_virtual_stages):
-                other = self.numbers[needed]
-                lag = self.durations[other]
-                if self.stages[other] != self.stages[number]:
-                    lag += costs[needed.virtual_stage].message
-                self.inputs[number].append((other, lag))
+        self.queues = [queue for queue in range(len(passes)) for _ in range(m)]
+        self.stages, self.held = list[int](), list[int]()
+        self.durations, self.inputs = list[float](), list[list[tuple[int, float]]]()
+        for s, kind in passes:
+            read, stage = list[tuple[int, float]](), placement.stages[s]
+            for needed in dependencies(Action(s, kind, 0), num_virtual_stages=len(costs)):
+                cost = costs[needed.virtual_stage]
+                lag = 0.0 if placement.stages[needed.virtual_stage] == stage else cost.message
+                read.append((self.numbers[needed], cost.of(needed.kind) + lag))
+            self.stages += [stage] * m
+            self.held += [HELD[kind]] * m
+            self.durations += [costs[s].of(kind)] * m
+            self.inputs += [[(other + i, lag) for other, lag in read] for i in range(m)]
+        self.needed = [{other for other, _ in inputs} for inputs in self.inputs]
         self.rows = [[self.numbers[action] for action in order] for order in schedule.orders]
 
     def in_turn(self, first: int, second: int) -> bool:
         """Whether two actions of a stage cannot change places: the second reads the first, or is
         the same pass of a later microbatch."""
-        same_queue = first // self.num_microbatches == second // self.num_microbatches
-        return same_queue or any(number == first for number, _ in self.inputs[second])
+        return self.queues[first] == self.queues[second] or first in self.needed[second]
 
     def orders(self, rows: Iterable[Iterable[int]]) -> tuple[tuple[Action, ...], ...]:
         return tuple(tuple(self.actions[number] for number in row) for row in rows)
@@ -289,12 +291,12 @@ class _TabuSearch(NumberedActions):
         most = max(self.durations)
         self.price, within = most, 0
         for move in range(moves):
-            starts, order, after = self._starts()
+            starts, order = self._starts()
             if len(order) < len(starts):
                 # A random swap made stages wait for each other.
                 self._go_back(kicks=0)
                 continue
-            tails = self._tails(order, after)
+            tails = self._tails(order)
             makespan = max(map(operator.add, starts, tails))
             excess = sum(count - self.cap for count in self.in_flight if count > self.cap)
             fits = not excess
@@ -325,7 +327,11 @@ class _TabuSearch(NumberedActions):
         """Returns to the best schedule and makes some random swaps."""
         self.rows, self.barred = [row[:] for row in self.best_rows], dict[tuple[int, int], int]()
         self.places, self.in_flight = [0] * len(self.actions), [0] * len(self.actions)
+        self.after, self.waits = [_NONE] * len(self.actions), [*map(len, self.inputs)]
         for row in self.rows:
+            for number, follower in itertools.pairwise(row):
+                self.after[number] = follower
+                self.waits[follower] += 1
             counts = itertools.accumulate(self.held[number] for number in row)
             for place, (number, count) in enumerate(zip(row, counts, strict=True)):
                 self.places[number], self.in_flight[number] = place, count
@@ -351,23 +357,24 @@ class _TabuSearch(NumberedActions):
         return max(0, after - self.cap) - max(0, before - self.cap)
 
     def _swap(self, first: int, second: int) -> None:
-        row, place = self.rows[self.stages[first]], self.places[first]
+        row, place, after = self.rows[self.stages[first]], self.places[first], self.after
         row[place], row[place + 1] = second, first
+        after[first], after[second] = after[second], first
+        if place:
+            after[row[place - 1]] = second
+        else:
+            self.waits[first] += 1
+            self.waits[second] -= 1
         self.places[first], self.places[second] = place + 1, place
         both = self.in_flight[second]
         self.in_flight[first], self.in_flight[second] = both, both - self.held[first]
 
-    def _starts(self) -> tuple[list[float], list[int], list[int]]:
-        """Computes when every action starts, an order in which none waits for a later one, and what
-        follows each on its stage; the order is shorter if stages wait for each other."""
-        durations, readers = self.durations, self.readers
-        starts, after = [0.0] * len(durations), [_NONE] * len(durations)
-        waits = [*map(len, self.inputs)]
-        for row in self.rows:
-            for number, follower in itertools.pairwise(row):
-                after[number] = follower
-                waits[follower] += 1
-        ready = [number for number, count in enumerate(waits) if not count]
+    def _starts(self) -> tuple[list[float], list[int]]:
+        """Computes when every action starts, and an order in which none waits for a later one: it
+        is shorter if stages wait for each other."""
+        durations, readers, after, waits = self.durations, self.readers, self.after, self.waits[:]
+        starts = [0.0] * len(durations)
+        ready = [row[0] for row in self.rows if not waits[row[0]]]
         order = []
         while ready:
             number = ready.pop()
@@ -386,11 +393,11 @@ class _TabuSearch(NumberedActions):
                 waits[reader] -= 1
                 if not waits[reader]:
                     ready.append(reader)
-        return starts, order, after
+        return starts, order
 
-    def _tails(self, order: Sequence[int], after: Sequence[int]) -> list[float]:
+    def _tails(self, order: Sequence[int]) -> list[float]:
         """Computes the time from every action's start to the end of all that waits for it."""
-        durations, readers = self.durations, self.readers
+        durations, readers, after = self.durations, self.readers, self.after
         tails = [0.0] * len(durations)
         for number in reversed(order):
             tail = duration = durations[number]

@@ -15,10 +15,9 @@ import dataclasses
 import math
 import operator
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxpipe.schedule.actions import Schedule, split_action, split_backwards
-from jaxpipe.schedule.device_clock import received
 from jaxpipe.schedule.search.order_search import NumberedActions
 from jaxpipe.schedule.simulate import Costs, ticks
 
@@ -39,35 +38,14 @@ _MOST_FOLLOW = 60
 _STALLED, _KICKS, _KICKED = 1200, 12, 0.1
 """Changes without a better schedule after which the end may be later by this share, and the most
 changes for which it may."""
-_CHOSEN, _FOLLOWED, _RUN, _MADE_PROMPT = 11.0, 0.55, 0.14, 4.0
+_CHOSEN, _FOLLOWED, _RUN, _MADE_PROMPT = 13.0, 0.75, 0.13, 0.7
 """Microseconds that it takes to choose a change, per action that moves with it, per stage and pair
-with late messages to run a tick, and per action to make all messages prompt."""
+with late messages to run a tick, and per step of making all messages prompt."""
 _NONE = -1
 """The tick before the first, and no action or tick."""
 _BITS = 44
 """Times are multiples of the work's share of two to this power, so that sums are exact."""
 _ROUNDING = 1e-9
-
-_Edges = Sequence[tuple[int, int]]
-
-
-def improve_on_devices(
-    schedule: Schedule, costs: Sequence[Costs], *, cap: int, bound: float, seconds: float
-) -> tuple[Schedule, float]:
-    """Looks for orders and ticks of a schedule, split, that end sooner on the device clock.
-
-    Args:
-      costs: costs of every virtual stage.
-      cap: the most chunks in flight on a stage.
-      bound: no schedule ends before this.
-      seconds: about the time that this takes, as for `search_orders`.
-
-    Returns:
-      The schedule, with its ticks, and when it ends.
-    """
-    search = _TickSearch(schedule, costs, cap)
-    search.improve(bound, seconds)
-    return search.found(schedule), search.end
 
 
 def read_promptly(schedule: Schedule, costs: Sequence[Costs]) -> tuple[Schedule, float] | None:
@@ -80,15 +58,19 @@ def read_promptly(schedule: Schedule, costs: Sequence[Costs]) -> tuple[Schedule,
     Returns:
       The schedule, and when it ends on the device clock; None if there are no such ticks.
     """
-    search = _TickSearch(schedule, costs, cap=0)
-    return (search.found(schedule), search.end) if search.make_prompt() else None
+    search = TickSearch(schedule, costs, cap=0)
+    return (search.found(), search.end) if search.make_prompt() else None
 
 
-class _TickSearch(NumberedActions):
-    """Orders, and the ticks in which actions run.
+class TickSearch(NumberedActions):
+    """A search for orders and ticks of a schedule, split, that end sooner on the device clock.
 
     The order of a stage is a ring: its head, whose number is after those of all actions, stands
     before its first action and after its last. It is in tick `_NONE`, and stands for no action.
+
+    Args:
+      costs: costs of every virtual stage.
+      cap: the most chunks in flight on a stage.
 
     Attributes:
       before, after: neighbors in the order.
@@ -98,6 +80,7 @@ class _TickSearch(NumberedActions):
       work: time that every stage works, by tick.
       prompt: pairs of stages between which messages end each tick.
       late: how many late messages each pair of stages has.
+      edges: who waits for a late message from whom, sender and receiver.
       sent: the tick whose end awaits the message that an action reads; `_NONE` if it is late.
       starts, tails: when every stage starts each tick, and the time from then to the end.
       end, best_end: when this schedule ends, and the best so far.
@@ -106,7 +89,7 @@ class _TickSearch(NumberedActions):
 
     def __init__(self, schedule: Schedule, costs: Sequence[Costs], cap: int) -> None:
         super().__init__(split_backwards(schedule), costs)
-        self.cap = cap
+        self.schedule, self.cap = schedule, cap
         size, num_stages = len(self.actions), len(self.rows)
         self.rendezvous = any(cost.rendezvous for cost in costs)
         message = max(cost.message for cost in costs)
@@ -151,13 +134,19 @@ class _TickSearch(NumberedActions):
                 pair = self.stages[self.senders[number]], self.stages[number]
                 self.late[pair] = self.late.get(pair, 0) + 1
         self.end = self.best_end = self.limit = math.inf
+        self.edges = self._both_ways(self.late)
         self._put(dict(enumerate(self.ticks[:size])))
         self._ends_in_time({}, anew=True)
         # `random` is the same on every Python since 3.2; `randrange` is not.
         self.random = random.Random(0).random
 
     def improve(self, bound: float, seconds: float) -> None:
-        """Changes the schedule for the better."""
+        """Changes the schedule for the better, and goes on from there when called again.
+
+        Args:
+          bound: no schedule ends before this.
+          seconds: about the time that this takes, as for `search_orders`.
+        """
         self.left, kicks = 1e6 * seconds, 0
         prompt = min(_PROMPT, _PROMPT_ACTIONS / len(self.actions))
         while self.left > 0 and self.best_end > bound * (1 + _ROUNDING):
@@ -179,16 +168,18 @@ class _TickSearch(NumberedActions):
                         self._move(number, -places)
             elif kind < _MOVES + _SHIFTS or number < self.first_w:
                 tick = self.ticks[number] + self._below(2 * _MOST_TICKS + 1) - _MOST_TICKS
-                given, self.ticks[number] = {number: self.ticks[number]}, max(0, tick)
-                self._try([number], given)
+                tick = self._least(number, tick)
+                if tick != self.ticks[number]:
+                    given, self.ticks[number] = {number: self.ticks[number]}, tick
+                    self._try([number], given)
             elif self._may_share(number):
                 self.shares[number] ^= True
                 if not self._try([number], {}):
                     self.shares[number] ^= True
         self._go_back()
 
-    def found(self, schedule: Schedule) -> Schedule:
-        """Returns a schedule in these orders and ticks."""
+    def found(self) -> Schedule:
+        """Returns the schedule in these orders and ticks."""
         rows = list[list[int]]()
         for head in range(len(self.actions), len(self.after)):
             rows.append([])
@@ -197,8 +188,9 @@ class _TickSearch(NumberedActions):
                 rows[-1].append(number)
                 number = self.after[number]
         in_ticks = tuple(tuple(self.ticks[number] for number in row) for row in rows)
-        orders = self.orders(rows)
-        return dataclasses.replace(schedule, orders=orders, ticks=in_ticks, peak_in_flight=None)
+        return dataclasses.replace(
+            self.schedule, orders=self.orders(rows), ticks=in_ticks, peak_in_flight=None
+        )
 
     # Changes.
 
@@ -272,11 +264,18 @@ class _TickSearch(NumberedActions):
         if put:
             self._put(taken)
 
+    def _least(self, number: int, tick: int) -> int:
+        """The first tick from this one on in which an action runs after those that it follows."""
+        last = self.ticks[self.before[number]]
+        if self.shares[number] and self._may_share(number):
+            return last
+        return max(tick, last + 1, self.ticks[self.senders[number]] + 1)
+
     def _follow(self, changed: Sequence[int], given: dict[int, int]) -> bool:
         """Moves actions on until each runs after those that it follows, and adds their ticks to
         those given; says whether these are few."""
-        ticks, before, after = self.ticks, self.before, self.after
-        senders, readers, shares, sent = self.senders, self.readers, self.shares, self.sent
+        ticks, after, sent = self.ticks, self.after, self.sent
+        senders, readers, shares = self.senders, self.readers, self.shares
         size, queue, keeps = len(shares), [*given], self.random() < _KEEPS
 
         def put(number: int, tick: int) -> None:
@@ -285,12 +284,8 @@ class _TickSearch(NumberedActions):
             queue.append(number)
 
         for number in changed:
-            if number < size:
-                tick = ticks[before[number]]
-                if not (shares[number] and self._may_share(number)):
-                    tick = max(tick + 1, ticks[senders[number]] + 1, ticks[number])
-                if tick != ticks[number]:
-                    put(number, tick)
+            if number < size and (tick := self._least(number, ticks[number])) != ticks[number]:
+                put(number, tick)
         # The list grows on the way.
         for number in queue:
             tick, other, reader = ticks[number], after[number], readers[number]
@@ -316,7 +311,6 @@ class _TickSearch(NumberedActions):
         size, before, after = len(self.actions), self.before, self.after
         senders, readers, shares = self.senders, self.readers, [False] * size
         ticks, causes, queue = [0] * size, [_NONE] * size, [*range(size)]
-        self.left -= _MADE_PROMPT * size
         # The list grows on the way.
         for step, number in enumerate(queue):
             tick, other = ticks[number], after[number]
@@ -330,6 +324,7 @@ class _TickSearch(NumberedActions):
                     ticks[other], causes[other] = least, number
                     queue.append(other)
             if step % size == size - 1:
+                self.left -= _MADE_PROMPT * size
                 for cycle in self._cycles(causes):
                     alone = (n for n in cycle if not shares[n] and before[n] in cycle)
                     if (first := min(filter(self._may_share, alone), default=_NONE)) == _NONE:
@@ -405,65 +400,82 @@ class _TickSearch(NumberedActions):
                         late[pair] += 1
                     else:
                         prompt[now].append(pair)
+        if others:
+            self.edges = self._both_ways(pair for pair, count in late.items() if count)
         return others
 
     def _ends_in_time(self, given: Mapping[int, int], *, anew: bool) -> bool:
         """Whether the schedule ends in time after actions were moved from these ticks, run between
         the ticks that changed, or anew; keeps its times if it does."""
-        work, prompt, starts, tails = self.work, self.prompt, self.starts, self.tails
-        length = 1 + max(self.ticks[last] for last in self.before[len(self.actions) :])
+        starts, tails, ticks = self.starts, self.tails, self.ticks
+        length = 1 + max(map(ticks.__getitem__, self.before[len(self.actions) :]))
         if anew or length + 1 != len(tails):
             first, last, tails = 0, length, [[0.0] * len(self.rows) for _ in range(length + 1)]
         else:
-            changed = [*given.values(), *map(self.ticks.__getitem__, given)]
+            changed = [*given.values(), *map(ticks.__getitem__, given)]
             # The message that an action reads ends the tick before.
-            first, last = max(0, min(changed, default=0) - 1), max(changed, default=0) + 1
-        late = [pair for pair, count in self.late.items() if count]
-        now, fresh = starts[first], list[list[float]]()
-        for tick in range(first, last):
-            now = self._run(now, work[tick], late, prompt[tick])
-            fresh.append(now)
-        end = max(map(operator.add, now, tails[last]))
-        if end > self.limit:
-            return False
-        starts[first + 1 : last + 1 if tails is self.tails else None] = fresh
-        self.end, self.tails = end, tails
-        for tick in range(last, length):
-            now = self._run(now, work[tick], late, prompt[tick])
-            if now == starts[tick + 1]:
-                break
-            starts[tick + 1] = now
-        late = [(receiver, sender) for sender, receiver in late]
+            first, last = max(0, min(changed) - 1), max(changed) + 1
+        fresh = [*self._run(starts[first], first, last)]
+        end: float = max(map(operator.add, fresh[-1], tails[last]))
+        ran = last - first
+        if end <= self.limit:
+            starts[first + 1 : last + 1 if tails is self.tails else None] = fresh
+            self.end, self.tails = end, tails
+            for tick, now in enumerate(self._run(fresh[-1], last, length), last + 1):
+                ran += 1
+                if now == starts[tick]:
+                    break
+                starts[tick] = now
+            for tick, now in self._run_back(tails[last], last):
+                ran += 1
+                if tick < first and now == tails[tick]:
+                    break
+                tails[tick] = now
+            if end < self.best_end * (1 - _ROUNDING):
+                self.best_end, self.since = end, 0
+                self._save()
+        self.left -= _RUN * ran * (len(self.rows) + len(self.edges))
+        return end <= self.limit
+
+    def _both_ways(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Lists who waits for a message after whom: if senders wait, both after both."""
+        if not self.rendezvous:
+            return [*pairs]
+        return [(waiting, sender) for pair in pairs for waiting in pair for sender in pair]
+
+    def _run(self, now: list[float], first: int, last: int) -> Iterator[list[float]]:
+        """Computes when stages start the ticks after these, as
+        `jaxpipe.schedule.device_clock.replay` does."""
+        message, late = self.message, self.edges
+        for work, prompt in zip(self.work[first:last], self.prompt[first:last], strict=True):
+            come = [*map(operator.add, now, work)]
+            for sender, receiver in late:
+                arrival = now[sender] + message
+                if arrival > come[receiver]:
+                    come[receiver] = arrival
+            now = come
+            if prompt:
+                now = come[:]
+                for sender, receiver in self._both_ways(prompt) if self.rendezvous else prompt:
+                    arrival = come[sender] + message
+                    if arrival > now[receiver]:
+                        now[receiver] = arrival
+            yield now
+
+    def _run_back(self, now: list[float], last: int) -> Iterator[tuple[int, list[float]]]:
+        """Computes the times from the starts of the ticks before one to the end, given its own: the
+        same backwards, with messages in the other direction."""
+        message, late = self.message, self.edges
         for tick in reversed(range(last)):
-            now = self._run_back(tails[tick + 1], work[tick], late, prompt[tick])
-            if tick < first and now == tails[tick]:
-                break
-            tails[tick] = now
-        if end < self.best_end * (1 - _ROUNDING):
-            self.best_end, self.since = end, 0
-            self._save()
-        return True
-
-    def _run(
-        self, now: list[float], work: Sequence[float], late: _Edges, prompt: _Edges
-    ) -> list[float]:
-        """Computes when stages start the next tick, as `jaxpipe.schedule.device_clock.replay`
-        does."""
-        ends = [*map(operator.add, now, work)]
-        self.left -= _RUN * (len(now) + len(late))
-        come = received(ends, now, late, self.message, rendezvous=self.rendezvous)
-        if prompt:
-            come = received(come, come, prompt, self.message, rendezvous=self.rendezvous)
-        return come
-
-    def _run_back(
-        self, tails: list[float], work: Sequence[float], late: _Edges, prompt: _Edges
-    ) -> list[float]:
-        """Computes the time from a tick's start to the end, given that of the next: the same
-        backwards, with late messages in the other direction."""
-        self.left -= _RUN * (len(tails) + len(late))
-        if prompt:
-            back = [(receiver, sender) for sender, receiver in prompt]
-            tails = received(tails, tails, back, self.message, rendezvous=self.rendezvous)
-        ends = [*map(operator.add, tails, work)]
-        return received(ends, tails, late, self.message, rendezvous=self.rendezvous)
+            if prompt := self.prompt[tick]:
+                come, now = now, now[:]
+                for sender, receiver in self._both_ways(prompt) if self.rendezvous else prompt:
+                    arrival = come[receiver] + message
+                    if arrival > now[sender]:
+                        now[sender] = arrival
+            come, now = now, [*map(operator.add, now, self.work[tick])]
+            for sender, receiver in late:
+                arrival = come[receiver] + message
+                if arrival > now[sender]:
+                    now[sender] = arrival
+            yield tick, now
