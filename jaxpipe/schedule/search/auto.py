@@ -60,7 +60,7 @@ _ORDERING_SHARE = 0.2
 """Largest share of the time left that reordering the schedules of a placement may take."""
 _PACED_SHARE = 0.08
 """Largest share of the time left in which schedules of a placement are paced."""
-_BEST_SHARE, _SEARCHING_SHARE = 0.35, 0.15
+_BEST_SHARE, _SEARCHING_SHARE = 0.55, 0.15
 """Shares of the time left in which orders are searched: on the best placement so far, unless late
 messages take longer than an action, and on others."""
 _NUM_FUSED = 20
