@@ -140,7 +140,8 @@ class AsyncPipeline:
         leaves = Kind.F if recompute_segment is None else Kind.R
         setup = pipe.setup(steady_table(pipe.table, self.steady))
         layout = self._layout.local
-        # W follows B in the same tick, so B leaves to it all that belongs to W.
+        # W follows B in the same tick, so B leaves to it all that belongs to W. Checkpoints hold
+        # residuals, so which these are may not change from version to version.
         self._setup = dataclasses.replace(
             setup, layout=layout, leaves=leaves, early=False, cells_in_table=False
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command import Trainer
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
+pytestmark = pytest.mark.end_to_end
 
 _RUN = Path(__file__).with_name("older") / "bert-pipemare.tar.xz"
 

@@ -323,7 +323,8 @@ def split_layer(
       appended: for the last leaves of x and of y, whether each is a buffer that slices of a
         sequence append to; B and W are given these as they are then.
       flows: for every leaf of x, whether it has a gradient; None if all have.
-      early: whether B also runs equations of W where fewer bytes then cross.
+      early: whether B also runs equations of W where fewer bytes then cross, and of F where fewer
+        are then kept.
 
     Example:
       >>> import jax.numpy as jnp
@@ -471,10 +472,11 @@ def _cut(traced: _Traced, *, early: bool) -> Split:
     until_b = [v for v in saved(read_by_b) if v not in until_w]
     until_b = [w for v in until_b for w in jaxprs.gathered_parts(forward, v, from_x)]
     until_b = [v for v in dict.fromkeys(until_b) if v not in until_w]
-    # What W would read stays, so that both kinds of backward keep equally much.
-    given = {*traced.consts, *traced.known, *until_b, *until_w}
-    remade = jaxprs.remade(forward, set(until_b) - operands, given)
-    until_b = [v for v in until_b if v not in remade]
+    if early:
+        # What W would read stays, so that both kinds of backward keep equally much.
+        given = {*traced.consts, *traced.known, *until_b, *until_w}
+        remade = jaxprs.remade(forward, set(until_b) - operands, given)
+        until_b = [v for v in until_b if v not in remade]
     order = [*traced.dy, *(v for eqn in backward for v in eqn.outvars)]
     crosses = [v for v in order if v in read_by_w & made_by_b & from_kept]
     state = traced.own[traced.x.num_leaves :]

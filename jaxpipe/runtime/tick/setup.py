@@ -46,7 +46,8 @@ class Setup:
       totals: return what adds up over batches, not its means; forward only.
       inputs: numbers of the batch's arrays whose gradients are wanted.
       leaves: the kind of forward that leaves residuals.
-      early: whether B does what belongs to W where less then crosses; not where W follows at once.
+      early: whether B does what belongs to W where less then crosses, and what belongs to F where
+        less is then kept; not where W follows at once.
       overlaps: whether devices communicate while they compute.
       cells_in_table: whether the table has every cell that ticks run.
       stamps: where the host notes when cells begin and end; None for a step that is not measured.
