@@ -18,11 +18,11 @@ import jaxpipe
 from benchmarks import gpu_compile
 from benchmarks.hlo import HloProgram, Instruction, is_around, pass_of
 from benchmarks.roofline import device_groups
-from jaxpipe.runtime import assembly, memory
+from jaxpipe.runtime import assembly, defaults, memory
 from jaxpipe.runtime.barriers import after
 from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.memory import buffers
-from jaxpipe.runtime.tick import prepare, setup
+from jaxpipe.runtime.tick import setup
 from jaxpipe.schedule.actions import Kind
 from jaxpipe.schedule.lowering.table import Edges
 from models import gpt
@@ -328,7 +328,7 @@ def test_residuals_are_written_where_they_wait_without_a_copy(monkeypatch):
     around = [row for row in loops if is_around(row)]
     assert len(around) == len(known.layer_loops()) == 3
     assert sum(pass_of(row) is not None for row in known.loops(tick)) == 3 * 2
-    monkeypatch.setattr(prepare, "_MOST_COPIES", 0)
+    monkeypatch.setattr(defaults, "MOST_COPIES", 0)
     assert writes_in_slots(program())
 
 
