@@ -190,8 +190,7 @@ class PipelineConfig(Section):
     predicts with them."""
     fp8_recipe: Literal["tensorwise", "mxfp8"] = "tensorwise"
     """Scales of these matmuls: one per tensor ("tensorwise"), or one per 32 values of each sum
-    ("mxfp8"), which needs GPUs of Blackwell. With "mxfp8" weights are gathered in compute_dtype,
-    and widths and the tokens of a microbatch on a device must be multiples of 32."""
+    ("mxfp8"), which needs GPUs of Blackwell. With "mxfp8" weights are gathered in compute_dtype."""
     gpu_flags: Literal["all", "no-command-buffers", "off"] = "all"
     """XLA flags for GPUs that the trainer sets: all that a pipeline needs, all but the one that
     puts loops into CUDA graphs, or none. A flag that is already in XLA_FLAGS stays."""

@@ -103,6 +103,9 @@ def plan(
         bar.update(counting, completed=1.0)
         if write_sizes is not None:
             write_sizes.write_text(model.to_json(), encoding="utf-8")
+        if model.multiplies_blocks and not clusters[0].device.multiplies_blocks:
+            rule = "has no matmuls with a scale for each 32 values, as the model's MXFP8 needs"
+            refuse([Problem("device", kind, rule, ("b200", "gb200", "b300", "gb300"))])
         searching = bar.add_task("searching", total=1.0)
         goal = Goal(tokens, batch or (model.batch_rows,), critical_batch, objective)
         result = search(

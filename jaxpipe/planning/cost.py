@@ -387,10 +387,11 @@ def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
     """Times a kernel for so many rows: a launch, and the longer of its FLOPs and its bytes."""
     attained = cluster.device.efficiency
     device = cluster.device
-    speeds = {"attention": attained.attention, "fp8": device.fp8, "fp4": device.fp4}
+    speeds = {"attention": attained.attention, "fp4": device.fp4}
+    speeds |= dict.fromkeys(("fp8", "mxfp8"), device.fp8)
     computing = kernel.flops.at(rows) / (speeds.get(kernel.kind, 1.0) * cluster.flops)
     moving = kernel.bytes.at(rows) / cluster.bandwidth
-    shown = attained.loads if kernel.kind in ("matmul", "fp8", "fp4") else 0.0
+    shown = attained.loads if kernel.kind in ("matmul", "fp8", "mxfp8", "fp4") else 0.0
     return LAUNCH_SECONDS + max(computing, moving) + shown * min(computing, moving)
 
 

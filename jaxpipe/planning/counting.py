@@ -43,6 +43,7 @@ from jaxpipe.runtime.layers.jaxprs import Atom, Eqn, Eqns, Vars
 from jaxpipe.runtime.layers.kinds import LayerKind, Layers
 from jaxpipe.runtime.layers.losses import differentiated
 from jaxpipe.runtime.layers.model import Model
+from jaxpipe.runtime.layers.quantized import BLOCK_MATMUL
 from jaxpipe.runtime.layers.split import REMAT_POLICIES, Split, rematerialized
 from jaxpipe.runtime.layout.leaf import Leaf
 from jaxpipe.runtime.memory import tree_bytes
@@ -476,6 +477,7 @@ def count(
                 flops = flops if document_share == 1 else min(flops, document_share * causal)
             narrow = all(_itemsize(v) == 1 for v in eqn.invars)
             matmul = "fp8" if narrow else "matmul"
+            matmul = "mxfp8" if name == BLOCK_MATMUL else matmul
             kind = "attention" if attends else matmul if flops else "other"
             kernels.append(Kernel(_number(flops), _number(moved), kind))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results

@@ -95,6 +95,11 @@ class Device:
     domain: int = 8
     gbits: float = 400.0
 
+    @property
+    def multiplies_blocks(self) -> bool:
+        """Whether it has matmuls with a scale for each block: devices with 4-bit floats do."""
+        return self.fp4 > 1 or self.name == "cpu"
+
 
 LAUNCH_SECONDS = 3e-6
 """Between two kernels of one stream: assumed, as in benchmarks/roofline.py."""

@@ -32,7 +32,8 @@ class Kernel(NamedTuple):
     """One kernel: its FLOPs in matmuls, and the bytes it reads and writes.
 
     Args:
-      kind: "matmul", "fp8" if its operands have 8 bits, "attention" if it is fused, or "other".
+      kind: "matmul", "fp8" if its operands have 8 bits, "mxfp8" if blocks of them also have scales,
+        "attention" if it is fused, or "other".
     """
 
     flops: Linear
@@ -207,6 +208,13 @@ class ModelSizes:
     def quantizes(self) -> bool:
         """Whether layers read some weights in 8 bits."""
         return any(layer.quantized for sizes in self.variants.values() for layer in sizes.layers)
+
+    @functools.cached_property
+    def multiplies_blocks(self) -> bool:
+        """Whether matmuls have a scale for each block of their operands."""
+        layers = [layer for sizes in self.variants.values() for layer in sizes.layers]
+        kernels = (kernel for layer in layers for one in layer.passes for kernel in one.kernels)
+        return any(kernel.kind == "mxfp8" for kernel in kernels)
 
     @property
     def num_layers(self) -> int:

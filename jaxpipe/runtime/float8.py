@@ -63,13 +63,15 @@ def quantize(x: jax.Array, dtype: DTypeLike) -> Quantized:
 
 
 def quantize_blocks(x: jax.Array) -> Quantized:
-    """Quantizes a tensor to `E4M3` with a scale for each `BLOCK` of its last dimension (MXFP8).
+    """Quantizes a tensor to `E4M3` with a scale for each `BLOCK` of its last dimension (MXFP8),
+    which zeros extend to whole blocks.
 
     Example:
       >>> values, scale = quantize_blocks(jnp.array([[0.1] * 32 + [-1000.0] * 32]))
       >>> values.dtype.name, scale.astype("float32").tolist()
       ('float8_e4m3fn', [[0.00048828125, 4.0]])
     """
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)])
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     scale = scale_for(jnp.abs(blocks).max(-1), E4M3)
     values = rounded_to(blocks, E4M3, scale).reshape(x.shape)

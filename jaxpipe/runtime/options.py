@@ -127,11 +127,12 @@ class Options:
             yield Problem("fp8_recipe", self.fp8_recipe, rule)
         elif self.fp8_recipe == "mxfp8":
             device = mesh.devices.flat[0]
-            capability = getattr(device, "compute_capability", "0")
+            major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+            multiplies_blocks = major.isdigit() and int(major) >= 10
             if self.fp8 == ():
                 rule = "needs weights to quantize: choose them by fp8"
-                yield Problem("fp8_recipe", self.fp8_recipe, rule, ({"fp8": "*kernel"},))
-            elif device.platform != "cpu" and float(capability) < 10:
+                yield Problem("fp8_recipe", self.fp8_recipe, rule, ("tensorwise",))
+            elif device.platform != "cpu" and not multiplies_blocks:
                 rule = f"needs GPUs of Blackwell or newer, and this is a {device.device_kind}"
                 yield Problem("fp8_recipe", self.fp8_recipe, rule, ("tensorwise",))
 

@@ -8,7 +8,8 @@ recipes:
   are quantized as they are read, those that depend on the cotangent to E5M2 and all others to E4M3.
   An operand is quantized once: B and W share the cotangent.
 - "mxfp8" scales each 32 values along the dimension that a matmul sums over (OCP Microscaling
-  Formats, section 5.1), all in E4M3. So an operand of two matmuls is quantized for each of them.
+  Formats, section 5.1), all in E4M3; zeros fill the last block. So an operand of two matmuls is
+  quantized for each of them.
 
 F keeps for W what W multiplies, in 8 bits. Any layer is rewritten like this, whoever wrote its
 derivatives, since only primitives are left when it is cut into F, B and W.
@@ -17,7 +18,7 @@ derivatives, since only primitives are left when it is cut into F, B and W.
 import abc
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.typing import DTypeLike
 
-from jaxpipe.runtime.float8 import BLOCK, E4M3, E5M2, Quantized, quantize, quantize_blocks
+from jaxpipe.runtime.float8 import E4M3, E5M2, Quantized, quantize, quantize_blocks
 from jaxpipe.runtime.layers import jaxprs
 from jaxpipe.runtime.layers.jaxprs import FORMS, Atom, Env, Eqn, Eqns, Vars
 from jaxpipe.runtime.types import Tree
 from jaxpipe.schedule.problems import refuse
 
 RECIPES = "tensorwise", "mxfp8"
+BLOCK_MATMUL = "jaxpipe.mxfp8_matmul"
+"""The name of a matmul of blocks in a trace."""
 _SUMS = {"add", "add_any", "pad"}
 """Primitives that put a gradient together, beside forms."""
 
@@ -60,8 +63,7 @@ def quantize_matmuls(
       takes chosen weights in E4M3, and behind the parameters the list of their scales.
 
     Raises:
-      ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise, or a
-        matmul that sums over no multiple of 32 values with "mxfp8".
+      ValueError: a chosen weight that is read otherwise, or whose gradient is made otherwise.
     """
     inputs, results, eqns = program.jaxpr.invars, program.jaxpr.outvars, program.jaxpr.eqns
     count, gradients = len(names), len(results) - num_x - len(trained)
@@ -82,8 +84,6 @@ def quantize_matmuls(
         if v in residuals and v not in weights
     ]
     late = jaxprs.reachable(eqns, dy)
-    if recipe == "mxfp8":
-        refuse(list(_uneven(eqns, matmuls)))
 
     def run(params: list[Tree], scales: list[Tree], rest: list[Tree]) -> list[Tree]:
         env = jaxprs.consts(program) | dict(zip(inputs, [*params, *rest], strict=True))
@@ -205,7 +205,7 @@ class _Blocks(_Values):
         return product.reshape(result.shape).astype(result.dtype)
 
 
-@functools.partial(lax.composite, name="jaxpipe.mxfp8_matmul")
+@functools.partial(lax.composite, name=BLOCK_MATMUL)
 def _block_product(
     a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array, /, *, dtype: DTypeLike,
     flops: float,
@@ -215,16 +215,18 @@ def _block_product(
     XLA's own operation, `jax.lax.scaled_dot`, compiles for no more than one GPU in JAX 0.10.
     """
     del flops
-    if jax.default_backend() == "gpu":
+
+    def on_gpus(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
         return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=dtype)
-    return lax.scaled_dot(
-        a,
-        b,
-        lhs_scale=a_scale,
-        rhs_scale=b_scale,
-        dimension_numbers=(((2,), (2,)), ((0,), (0,))),
-        preferred_element_type=dtype,
-    )
+
+    def elsewhere(a: jax.Array, a_scale: jax.Array, b: jax.Array, b_scale: jax.Array) -> jax.Array:
+        rows_by_rows = ((2,), (2,)), ((0,), (0,))
+        scales = {"lhs_scale": a_scale, "rhs_scale": b_scale}
+        return lax.scaled_dot(
+            a, b, **scales, dimension_numbers=rows_by_rows, preferred_element_type=dtype
+        )
+
+    return lax.platform_dependent(a, a_scale, b, b_scale, cuda=on_gpus, default=elsewhere)
 
 
 def _matmuls(eqns: Eqns, weights: dict[Atom, str]) -> set[int]:
@@ -259,21 +261,6 @@ def _makers(eqns: Eqns, gradient: Atom, name: str) -> set[int]:
         else:
             refuse([_unfit(name, "has a gradient made by", eqn)])
     return found
-
-
-def _uneven(eqns: Eqns, matmuls: set[int]) -> Iterator[str]:
-    """Says it if matmuls sum over values that blocks do not divide."""
-    lengths = set()
-    for eqn in eqns:
-        if id(eqn) in matmuls:
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lengths.add(math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
-    if wrong := sorted(length for length in lengths if length % BLOCK):
-        yield (
-            f"fp8_recipe='mxfp8' scales {BLOCK} values at a time, and matmuls sum over "
-            f"{', '.join(map(str, wrong))} values, which are no multiples. Change the layer's "
-            "widths, or the tokens of a microbatch on one device."
-        )
 
 
 def _unfit(name: str, verb: str, eqn: Eqn) -> str:
