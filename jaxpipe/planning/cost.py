@@ -271,8 +271,11 @@ def _fill(placed: PlacedPlan) -> float:
 def seconds_of_order(
     placed: PlacedPlan, program: Program, layer: Costs | None = None
 ) -> dict[str, float]:
-    """Predicts the parts of `step_seconds` if layers hide all transfers, and without stragglers;
-    unless ``layer`` says what one takes, with all slots known that may be."""
+    """Predicts the parts of `step_seconds` if layers hide all transfers, and without stragglers.
+
+    Args:
+      layer: the costs of one layer; None for those with all slots known that may be.
+    """
     plan, layer = placed.plan, layer or layer_costs(placed)
     layers, head = _layer_seconds(placed, layer), plan.passes * _head(placed)
     at_end = plan.stage * _head(placed) if plan.ends else 0.0
@@ -387,8 +390,12 @@ def kernel_seconds(kernel: Kernel, rows: float, cluster: Cluster) -> float:
     """Times a kernel for so many rows: a launch, and the longer of its FLOPs and its bytes."""
     attained = cluster.device.efficiency
     device = cluster.device
-    speeds = {"attention": attained.attention, "fp4": device.fp4}
-    speeds |= dict.fromkeys(("fp8", "mxfp8"), device.fp8)
+    speeds = {
+        "attention": attained.attention,
+        "fp8": device.fp8,
+        "mxfp8": device.fp8,
+        "fp4": device.fp4,
+    }
     computing = kernel.flops.at(rows) / (speeds.get(kernel.kind, 1.0) * cluster.flops)
     moving = kernel.bytes.at(rows) / cluster.bandwidth
     shown = attained.loads if kernel.kind in ("matmul", "fp8", "mxfp8", "fp4") else 0.0

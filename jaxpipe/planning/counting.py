@@ -476,8 +476,7 @@ def count(
                 causal = _ATTENTION_MATMULS[name] * rows.elements(queries) * keys[1]
                 flops = flops if document_share == 1 else min(flops, document_share * causal)
             narrow = all(_itemsize(v) == 1 for v in eqn.invars)
-            matmul = "fp8" if narrow else "matmul"
-            matmul = "mxfp8" if name == BLOCK_MATMUL else matmul
+            matmul = "mxfp8" if name == BLOCK_MATMUL else "fp8" if narrow else "matmul"
             kind = "attention" if attends else matmul if flops else "other"
             kernels.append(Kernel(_number(flops), _number(moved), kind))
             # A kernel that is not fused reads a copy that is cut out of the slot, and its results
@@ -558,7 +557,7 @@ class _Program:
 
     @functools.cached_property
     def reads(self) -> dict[Atom, dict[Atom, float]]:
-        """What each variable that is written element by element is computed from: `_in_memory`."""
+        """The `_in_memory` of each variable that is written element by element."""
         made = ((v, eqn) for eqn in self.eqns for v in eqn.outvars if v in self.materialised)
         return {v: self._in_memory(eqn, v) for v, eqn in made}
 
