@@ -45,7 +45,7 @@ from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compil
 from jaxpipe.schedule.actions import Kind, Schedule
 from jaxpipe.schedule.generators.depth_first import depth_first
 from jaxpipe.schedule.placement import linear
-from models import gpt
+from models import gpt_block
 
 _COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
@@ -145,7 +145,7 @@ def main() -> None:
     tokens = sizes["data"] * microbatches, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(tokens, "int32")}
     options = {"remat": args.remat, "weights": args.weights, "zero": args.zero}
-    whole = mock.patch.object(gpt, "num_pieces", return_value=1)
+    whole = mock.patch.object(gpt_block, "num_pieces", return_value=1)
     for hides in (False, True):
         with contextlib.ExitStack() as stack:
             if schedule.overlapped:

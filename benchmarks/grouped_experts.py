@@ -24,6 +24,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +33,7 @@ from benchmarks.hlo import HloProgram
 from benchmarks.kernels import is_kernel, kernel
 from benchmarks.roofline import Roofline, total
 from jaxpipe.planning.without_devices import attention_of_gpus, gpus, use_gpu_flags
-from models import experts, gpt
+from models import experts, gpt, gpt_block
 from models.blocks import function_of
 from models.grouped_matmul import Blocks
 from models.sharing import WHOLE
@@ -74,15 +75,15 @@ def layers(case: Case, dtype: str) -> dict[str, tuple[Layer, Any]]:
         drawn = gpt.init(config, jax.random.key(0))["layers"]["mlp"]
         return jax.tree.map(lambda leaf: leaf[0].astype(dtype), drawn)
 
-    mixture = function_of(gpt._mixture, config)
+    def make_mlp(config: gpt.GPTConfig, rngs: nnx.Rngs) -> gpt_block.MLP:
+        return gpt_block.MLP(config, config.hidden_width, tensor=WHOLE.tensor, rngs=rngs)
+
+    mixture = function_of(gpt_block.make_mixture, config)
     params = functools.partial(draw, config)
     return {
         "grouped": (lambda params, x: mixture(params, x)[0], params),
         "every token": (functools.partial(every_token, config), params),
-        "dense": (
-            function_of(functools.partial(gpt._mlp, sharing=WHOLE), dense),
-            functools.partial(draw, dense),
-        ),
+        "dense": (function_of(make_mlp, dense), functools.partial(draw, dense)),
     }
 
 

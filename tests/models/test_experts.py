@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxpipe
-from models import experts, gpt
+from models import experts, gpt, gpt_block
 from models.blocks import function_of
 from models.gpt import GPTConfig
 from models.sharing import WHOLE
@@ -29,7 +29,7 @@ def mixture_of(config, seed=0):
     keys = jax.random.split(key, len(leaves) + 1)
     drawn = [jax.random.normal(k, x.shape[1:]) for k, x in zip(keys[1:], leaves, strict=True)]
     x = jax.random.normal(keys[0], (2, config.sequence_length, config.width))
-    return function_of(gpt._mixture, config), jax.tree.unflatten(tree, drawn), x
+    return function_of(gpt_block.make_mixture, config), jax.tree.unflatten(tree, drawn), x
 
 
 def expected(config, params, x):

@@ -14,7 +14,7 @@ from jaxpipe.runtime import memory
 from jaxpipe.runtime.defaults import RESIDUALS
 from jaxpipe.runtime.memory import tree_bytes
 from jaxpipe.testing import assert_matches_unpipelined
-from models import gpt
+from models import gpt, gpt_block
 from models.pieces import num_pieces
 from models.tensor import Tensor
 
@@ -35,7 +35,7 @@ CASES = [  # of the config, schedule, mesh, pieces, and options of the pipeline
 @pytest.mark.parametrize(("options", "schedule", "sizes", "count", "given"), some(CASES, CASES[0]))
 def test_results_equal_those_of_the_whole_model(options, schedule, sizes, count, given):
     config = gpt.GPTConfig(**SHAPE | options)
-    with mock.patch.object(gpt, "num_pieces", return_value=count) as asked:
+    with mock.patch.object(gpt_block, "num_pieces", return_value=count) as asked:
         assert_matches_unpipelined(
             gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor"),
             jax.jit(functools.partial(gpt.init, config))(jax.random.key(0)),
@@ -53,7 +53,7 @@ def kept_bytes(**given) -> tuple[int, ...]:
     """Bytes of what F leaves for the backward, and B for W, in whole layers and in pieces."""
     config, found = gpt.GPTConfig(**SHAPE | {"width": 64, "sequence_length": 32}), []
     for count in (1, 4):
-        with mock.patch.object(gpt, "num_pieces", return_value=count):
+        with mock.patch.object(gpt_block, "num_pieces", return_value=count):
             pipe = jaxpipe.Pipeline(
                 gpt.model(config, vocabulary_axis="stage", tensor_axis="tensor"),
                 jax.eval_shape(lambda: gpt.init(config, jax.random.key(0))),
