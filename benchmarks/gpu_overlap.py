@@ -2,15 +2,15 @@
 
 Compiles a step for 8 layers on 2 stages of the meshes of `benchmarks/gpu_large.py`, without a GPU,
 and runs nothing. If the schedule overlaps forwards with backwards, layers run one after the other
-and in pairs; with any other schedule whole, and in pieces of the sequence (`models.pieces`, with
-cuDNN's attention). For every loop over layers of a tick it prints the modelled time of one layer,
-how long its collectives take, how much of that no computation hides, and how many collectives of
-more than 1 MB have a matmul between start and end. Memory is what the step takes beside its
-arguments.
+and in pairs; with any other schedule whole, and in pieces of the sequence (`models.pieces`). For
+every loop over layers of a tick it prints the modelled time of one layer, how long its collectives
+take, how much of that no computation hides, and how many collectives of more than 1 MB have a
+matmul between start and end. Memory is what the step takes beside its arguments.
 
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model llama-70b --remat dots
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --schedule zb-v --tensor 4 --weights unrolled
-    .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --fused --weights unrolled
+    .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --weights unrolled \\
+        --schedule interleaved-overlapped-fused --chunks 1
     .venv-gpu/bin/python benchmarks/gpu_overlap.py --model mixture-67b --remat full --zero 3 \\
         --stages 8 --layers 32
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import os
 import sys
 import time
@@ -42,29 +41,9 @@ from benchmarks.roofline import Roofline, total
 from jaxpipe import schedules
 from jaxpipe.planning.without_devices import attention_of_gpus, use_gpu_flags
 from jaxpipe.runtime.memory import PLAIN_UPDATES, bytes_beside_arguments, compiled, predicted_bytes
-from jaxpipe.schedule.actions import Kind, Schedule
-from jaxpipe.schedule.generators.depth_first import depth_first
-from jaxpipe.schedule.placement import linear
 from models import gpt_block
 
 _COLLECTIVES = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce")
-
-
-def overlapped_one_f_one_b(stages: int, microbatches: int, *, fused: bool) -> Schedule:
-    """1F1B with each forward overlapped with the backward after it.
-
-    A microbatch goes on when a pair has ended, so stages warm up with twice as many forwards.
-    """
-    schedule = depth_first(
-        "1f1b-overlapped-fused" if fused else "1f1b-overlapped",
-        linear(stages),
-        microbatches,
-        warm_ups=range(2 * stages - 1, 0, -2),
-        delays=None if fused else (0,) * stages,
-    )
-    after = itertools.chain.from_iterable(map(itertools.pairwise, schedule.orders))
-    forwards = (a for a, b in after if a.kind is Kind.F and b.kind in (Kind.B, Kind.BW))
-    return dataclasses.replace(schedule, overlapped=tuple(forwards))
 
 
 class Loop(NamedTuple):
@@ -125,7 +104,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="dualpipe-v-published")
     parser.add_argument("--remat", default="dots")
     parser.add_argument("--weights", default="stacked")
-    parser.add_argument("--fused", action="store_true", help="1F1B in place of the schedule")
+    parser.add_argument("--chunks", type=int, help="default: the schedule's")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument(
@@ -139,20 +118,16 @@ def main() -> None:
     stages, microbatches = args.stages, 4 * args.stages
     sizes = sizes | {"stage": stages} | ({"data": 1} if "expert" not in sizes else {})
     sizes |= {} if args.tensor is None else {"tensor": args.tensor}
-    schedule = schedules.build(args.schedule, stages=stages, microbatches=microbatches)
-    if args.fused:
-        schedule = overlapped_one_f_one_b(stages, microbatches, fused=True)
+    shape = {"stages": stages, "microbatches": microbatches, "chunks": args.chunks}
+    schedule = schedules.build(args.schedule, **shape)
     tokens = sizes["data"] * microbatches, config.sequence_length + 1
     batch = {"tokens": jax.ShapeDtypeStruct(tokens, "int32")}
     options = {"remat": args.remat, "weights": args.weights, "zero": args.zero}
     whole = mock.patch.object(gpt_block, "num_pieces", return_value=1)
     for hides in (False, True):
-        with contextlib.ExitStack() as stack:
-            if schedule.overlapped:
-                options["pair_layers"] = hides
-            else:
-                stack.enter_context(attention_of_gpus())
-                stack.enter_context(contextlib.nullcontext() if hides else whole)
+        if schedule.overlapped:
+            options["pair_layers"] = hides
+        with attention_of_gpus(), contextlib.nullcontext() if hides else whole:
             pipe = gpu_large.pipeline(config, sizes, schedule=schedule, **options)
             began = time.process_time()
             step = compiled(pipe, batch, updates=PLAIN_UPDATES)

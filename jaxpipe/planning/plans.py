@@ -63,6 +63,7 @@ SCHEDULES: Mapping[str, Searched] = {
     "v-min": Searched((2,), lambda p, v: 2 * p / 3 + 1, lambda p: 2),
     "dualpipe-v": Searched((2,), lambda p, v: 2 * p + 1, lambda p: p),
     "dualpipe-v-published": Searched((2,), lambda p, v: 2 * p + 1, lambda p: p, overlaps=True),
+    "interleaved-overlapped-fused": Searched((1, 2, 4), lambda p, v: (v + 1) * p, overlaps=True),
     "interleaved-fused": Searched((2, 4, 8), lambda p, v: (v + 1) * p - 1),
     "interleaved": Searched((2, 4), lambda p, v: (v + 1) * p - 1),
     "breadth-first-fused": Searched((2, 4, 8, 16, 32, 64), None),

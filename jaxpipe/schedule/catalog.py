@@ -23,6 +23,7 @@ from jaxpipe.schedule.generators.breadth_first import breadth_first, gpipe, modu
 from jaxpipe.schedule.generators.depth_first import (
     eager_1f1b,
     interleaved,
+    interleaved_overlapped,
     interleaved_zb,
     one_f_one_b,
     zb_h1,
@@ -111,6 +112,12 @@ BUILT_IN = (
     ),
     *_split_and_fused(
         "interleaved", interleaved, "1F1B over chunks, depth-first", "arXiv 2104.04473"
+    ),
+    *_split_and_fused(
+        "interleaved-overlapped",
+        interleaved_overlapped,
+        "1F1B over chunks, forward and backward in pairs",
+        "Megatron-LM",
     ),
     *_split_and_fused(
         "breadth-first", breadth_first, "All microbatches, chunk by chunk", _LAMY_POIRIER

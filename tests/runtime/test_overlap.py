@@ -14,11 +14,11 @@ from compilations import AS_USED, refusal
 from covering import some
 
 import jaxpipe
-from benchmarks.gpu_overlap import overlapped_one_f_one_b
 from benchmarks.hlo import HloProgram, scope_of
 from jaxpipe.runtime import assembly, memory, options
 from jaxpipe.runtime.layout.leaf import Leaf, most_shares, share_of
 from jaxpipe.schedule.actions import Kind
+from jaxpipe.schedule.generators.depth_first import interleaved_overlapped
 from jaxpipe.schedule.generators.dualpipe import dualpipe_v_published
 from jaxpipe.schedule.lowering.lower import lower
 from jaxpipe.testing import assert_matches_unpipelined
@@ -26,8 +26,8 @@ from models import gpt
 
 pytestmark = pytest.mark.pipeline
 
-FUSED = overlapped_one_f_one_b(2, 4, fused=True)
-SPLIT = overlapped_one_f_one_b(2, 5, fused=False)
+FUSED = interleaved_overlapped(2, 6, fused=True)
+SPLIT = interleaved_overlapped(2, 5, num_chunks=1)
 V = dualpipe_v_published(2, 6)
 ON_DATA = {"stage": 2, "data": 2}
 
@@ -65,7 +65,7 @@ def test_experts_that_devices_share():
         gpt.model(config, vocabulary_axis="stage", expert_axis="expert"),
         jax.jit(functools.partial(gpt.init, config))(jax.random.key(0)),
         {"tokens": jax.random.randint(jax.random.key(1), (24, 9), 0, 13)},
-        schedules=[V],
+        schedules=[V, FUSED],
         meshes=[jaxpipe.make_mesh(stage=2, data=2, expert=2)],
         reference=functools.partial(jaxpipe.unpipelined.loss, gpt.model(config)),
         pair_layers=True,

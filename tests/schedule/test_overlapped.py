@@ -1,5 +1,6 @@
 """Overlapped pairs: an F and a backward of another microbatch that run together."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -8,12 +9,15 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpipe.schedule import catalog
 from jaxpipe.schedule.actions import Action, Kind, Schedule, split_backwards
 from jaxpipe.schedule.check import ScheduleError, peak_in_flight, validate
 from jaxpipe.schedule.device_clock import device_clock
 from jaxpipe.schedule.formats import parse_csv, write_csv
+from jaxpipe.schedule.generators.depth_first import depth_first, warm_up_forwards
 from jaxpipe.schedule.lowering.lower import forward_only, lower
 from jaxpipe.schedule.show import draw
 from jaxpipe.schedule.simulate import UNIT, Costs, simulate
@@ -68,6 +72,26 @@ def test_bubble_of_dualpipe_v():
         assert simulate(split_backwards(schedule), UNIT).makespan == work + p - 1
         hidden = simulate(schedule, dataclasses.replace(UNIT, overlap=1.0))
         assert hidden.makespan <= work + p - 1 - 2 * (p > 1) * extra
+
+
+@given(
+    *(st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4]), st.integers(1, 4)),
+    *(st.sampled_from([0, 0.5, 1]), st.lists(st.integers(-2, 2), min_size=8, max_size=8)),
+)
+def test_no_other_warm_up_in_the_same_memory_ends_sooner(p, v, groups, overlap, more):
+    """With more than one microbatch per stage, one that is shorter on any stage ends later."""
+    m, costs = groups * p, dataclasses.replace(UNIT, overlap=overlap)
+    ours = catalog.build("interleaved-overlapped-fused", stages=p, microbatches=m, chunks=v)
+    warm_up = [forwards + 1 for forwards in warm_up_forwards(p, v, p, hops=2)]
+    other = [min(max(n + extra, 0), warm_up[0]) for n, extra in zip(warm_up, more, strict=False)]
+    options = {"group": p, "warm_ups": other, "delays": None, "overlaps": True}
+    theirs = depth_first("other", ours.placement, m, **options)
+    makespan = simulate(ours, costs).makespan
+    # As without pairs, and what the forwards before the first pair of the last stage do not save.
+    assert makespan == (m * v + p - 1) * 3 - overlap * (m * v - warm_up[-1])
+    is_shorter = any(n < of_ours for n, of_ours in zip(other, warm_up, strict=True))
+    with contextlib.suppress(ScheduleError):  # a backward may wait for the forward beside it
+        assert simulate(theirs, costs).makespan >= makespan + (groups > 1 and is_shorter) / 4
 
 
 @pytest.mark.parametrize(("overlap", "makespan"), [(0.0, 6), (0.5, 5.5), (1.0, 5)])

@@ -175,6 +175,38 @@ def _fused_group(num_stages: int, num_passes: int, num_slices: int) -> int:
     return next(whole, max(least, num_passes))
 
 
+def interleaved_overlapped(
+    num_stages: int, num_microbatches: int, *, num_chunks: int = 2, fused: bool = False
+) -> Schedule:
+    """Runs `interleaved` with each forward of the steady state together with the next backward.
+
+    These pairs hide what layers communicate (`Schedule.overlapped`). The results of a pair leave
+    when it ends, so each hop takes a period of the steady state, as it does in `interleaved`. One
+    more warm-up forward is enough: no backward needs the forward beside it. With one chunk it is
+    1F1B in pairs, with twice the warm-up. The split form puts W after its pair.
+
+    Stage d keeps min(m v, 2(p-d-1) + (v-1)g + 2) chunks in flight; g is the group of `interleaved`.
+
+    Source: Megatron-LM's ``--overlap-moe-expert-parallel-comm``.
+
+    Example:
+      >>> schedule = interleaved_overlapped(4, 8, num_chunks=1, fused=True)
+      >>> schedule.peak_in_flight, [str(action) for action in schedule.overlapped[:2]]
+      ((8, 6, 4, 2), ['0F7', '1F5'])
+    """
+    group = _fused_group(num_stages, num_microbatches, 1) if fused else num_stages
+    alternating = warm_up_forwards(num_stages, num_chunks, group, hops=2)
+    return depth_first(
+        "interleaved-overlapped-fused" if fused else "interleaved-overlapped",
+        looped(num_stages, num_chunks=num_chunks),
+        num_microbatches,
+        group=group,
+        warm_ups=[forwards + 1 for forwards in alternating],
+        delays=None if fused else (0,) * num_stages,
+        overlaps=True,
+    )
+
+
 def interleaved_zb(
     num_stages: int, num_microbatches: int, *, num_chunks: int = 2, num_slices: int = 1
 ) -> Schedule:
@@ -227,6 +259,7 @@ def depth_first(
     group: int = 1,
     warm_ups: Sequence[int],
     delays: Sequence[int] | None,
+    overlaps: bool = False,
     num_slices: int = 1,
 ) -> Schedule:
     """Orders each stage as warm-up forwards, then one F, one B and one delayed W in turn.
@@ -240,6 +273,7 @@ def depth_first(
       warm_ups: per stage, forwards before the first backward; it comes k - 1 forwards later where
         sequences have k slices.
       delays: per stage, how many backwards later each W follows its B; None for fused backwards.
+      overlaps: whether F and the backward of one turn are a pair (`Schedule.overlapped`).
       num_slices: k. Backwards take the slices of a microbatch from the last to the first.
     """
     num_passes, later = num_microbatches * num_slices, num_slices - 1
@@ -250,7 +284,7 @@ def depth_first(
         for chunk in range(placement.num_chunks)
         for i in range(first, first + group)
     ]
-    orders, peaks = [], []
+    orders, peaks, overlapped = [], [], list[Action]()
     for d, (own_stages, warm_up) in enumerate(zip(placement.virtual_stages, warm_ups, strict=True)):
         warm_up += later
         last = warm_up if delays is None else warm_up + delays[d]
@@ -262,13 +296,17 @@ def depth_first(
         ]
         order = []
         for k in range(len(cells) + last):
+            turn = []
             for kind, virtual_stages, delay in turns:
                 if delay <= k < delay + len(cells):
                     chunk, i = cells[k - delay]
                     if kind is not Kind.F:
                         i = nth_backward(i, num_slices)
                     if i < num_passes:
-                        order.append(Action(virtual_stages[chunk], kind, i))
+                        turn.append(Action(virtual_stages[chunk], kind, i))
+            if overlaps and len(turn) > 1 and turn[0].kind is Kind.F:
+                overlapped.append(turn[0])
+            order += turn
         orders.append(tuple(order))
         peaks.append(min(num_passes * placement.num_chunks, last + 1))
     return Schedule(
@@ -277,5 +315,6 @@ def depth_first(
         num_microbatches,
         tuple(orders),
         tuple(peaks),
+        overlapped=tuple(overlapped),
         num_slices=num_slices,
     )
