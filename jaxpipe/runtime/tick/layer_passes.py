@@ -94,14 +94,16 @@ def _run_pairs(works: dict[Kind, Work], kind: Kind, carried: Carried) -> tuple[C
     """Runs a layer of F and one of a backward of this kind per turn, in a tick that overlaps them.
 
     F does not depend on the backward beside it, so what either communicates is hidden by matmuls of
-    the other. F comes last, since it writes residuals: the backward would wait to read them. On
-    CPUs, which hide nothing, collectives need an order instead.
+    the other. It only writes its residuals when the backward has read its own: XLA for GPUs copies
+    a buffer that is read and written in no order. On CPUs, which hide nothing, collectives need an
+    order instead.
 
     Returns:
       What is carried, and the number of layers that have run of each.
     """
     backward, forward = _overlapped(works, kind), works[Kind.F]
     fixed, device = forward.fixed, lax.axis_index(forward.fixed.axes.names)
+    backward = dataclasses.replace(backward, beside_forward=fixed.setup.overlaps)
 
     def body(
         backwards: tuple[Index, Index], forwards: tuple[Index, Index], sums: Arrays, rest: Carried
@@ -354,6 +356,9 @@ def _backward(work: LayerWork, carried: Carried) -> Carried:
     buffers, source = tie(carried.residuals, source)
     message, carried = work.taken(source), carried.but(residuals=buffers)
     residuals = work.residuals(carried, *RESIDUALS_OF_F)
+    if work.beside_forward:
+        residuals, buffers = tie(residuals, carried.residuals)
+        carried = carried.but(residuals=buffers)
     run = kind.split.backward_fused if fused else kind.split.backward_input
     dy = fixed.activation(message, kind.y)
     if kind.carry is not None:

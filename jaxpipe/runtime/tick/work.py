@@ -31,13 +31,18 @@ others, if anything."""
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """An action of a tick."""
+    """An action of a tick.
+
+    Args:
+      beside_forward: whether a layer of F runs beside each of its layers.
+    """
 
     fixed: Fixed
     batch: Microbatches
     held: Tree
     action: Kind
     cell: Cell
+    beside_forward: bool = False
 
     def begins(self, layer: Index) -> bool:
         """Whether a layer is the first of a cell that the program knows."""
@@ -64,8 +69,8 @@ class Work:
 
     def of_layer(self, chunk: Index, layer: Index, kind: LayerKind) -> LayerWork:
         """The part of a layer of this kind, counted within its chunk."""
-        cell = dataclasses.replace(self.cell, chunk=chunk)
-        return LayerWork(self.fixed, self.action, cell, layer, kind, self.batch, self.held)
+        place = self.action, dataclasses.replace(self.cell, chunk=chunk), layer, kind
+        return LayerWork(self.fixed, *place, self.batch, self.held, self.beside_forward)
 
 
 @dataclasses.dataclass(frozen=True)
