@@ -35,7 +35,7 @@ ON_DATA = {"stage": 2, "data": 2}
 CASES = [  # with a tensor axis where the toy is split
     ("untied", SPLIT, ON_DATA,
      {"zero": 3, "weights": "unrolled", "residuals": "host", "num_layers": 3}),
-    ("split", V, {"stage": 2}, {"weights": "unrolled"}),
+    ("split", V, {"stage": 2}, {"weights": "unrolled", "weight_slots": 2}),
     ("untied", FUSED, ON_DATA, {"zero": 3, "weights": "unrolled"}),
     ("mixture", SPLIT, {"stage": 2}, {"residuals": "host"}),
     ("untied", V, {"stage": 2}, {"remat": "full"}),

@@ -101,10 +101,14 @@ def _reduce(
     if zero.shards_state and data_dim is not None:
         scattered = axes.sharding(apart)
         value = _scatter(value, scattered, data_dim)
-    names = [n for n in axes.peers if n not in (*scattered, *apart)]
-    # A sum over one device would still copy on some backends.
-    several = tuple(n for n in names if lax.axis_size(n) > 1)
+    several = _several((*scattered, *apart), axes)
     return lax.psum(value, several) if several else value
+
+
+def _several(apart: tuple[str, ...], axes: Axes) -> tuple[str, ...]:
+    """The axes of `Axes.peers` but those ``apart``, along which there are several devices: a sum
+    over one device would still copy on some backends."""
+    return tuple(n for n in axes.peers if n not in apart and lax.axis_size(n) > 1)
 
 
 # Pieces that move while layers run. XLA for GPUs has one collective of a group of devices under way
@@ -128,6 +132,11 @@ def room_for(pieces: Iterable[tuple[Shapes, Leaves]], *, sharded: bool) -> Shape
     return room
 
 
+def summed_of(room: Shapes, axes: Axes) -> Shapes:
+    """The room of those arrays whose sum takes more than one device."""
+    return {key: w for key, w in room.items() if _several(key[1], axes)}
+
+
 def no_pieces(slots: Sequence[Index], room: Shapes) -> Joined:
     """Zeros in place of pieces that go into these slots, or out of them, and need this room. Zeros
     that XLA knows, it would make before the first tick."""
@@ -139,20 +148,24 @@ def no_pieces(slots: Sequence[Index], room: Shapes) -> Joined:
 
 
 def put_piece(joined: Joined, n: int, values: Stored, leaves: Leaves, *, sharded: bool) -> Joined:
-    """Writes the arrays of piece ``n``, whole or this data shard's parts."""
+    """Writes those arrays of piece ``n`` that have room, whole or this data shard's parts."""
     own = _in_a_row(values, leaves, sharded=sharded)
     return joined | {
         key: lax.dynamic_update_index_in_dim(joined[key], w, np.int32(n), axis=-2)
         for key, w in own.items()
+        if key in joined
     }
 
 
-def get_piece(joined: Joined, n: int, shapes: Shapes, leaves: Leaves) -> Stored:
-    """Reads the arrays of piece ``n``, of these shapes and dtypes."""
+def get_piece(joined: Joined, n: int, likes: Tree, leaves: Leaves) -> Stored:
+    """Reads the arrays of piece ``n``, of the shapes and dtypes of ``likes``, and returns those of
+    ``likes`` themselves that had no room."""
     ends = dict.fromkeys(joined, 0)
 
-    def own(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def own(leaf: Leaf, like: jax.Array) -> jax.Array:
         key, dim, shape = _key(leaf, like), leaf.data_dim, like.shape
+        if key not in joined:
+            return like
         rows = lax.index_in_dim(joined[key], n, -2, keepdims=False)
         parts = math.prod(rows.shape[:-1])
         start, ends[key] = ends[key], ends[key] + like.size // parts
@@ -161,7 +174,7 @@ def get_piece(joined: Joined, n: int, shapes: Shapes, leaves: Leaves) -> Stored:
             return run.reshape(shape)
         return _joined(run.reshape(parts, *shape[:dim], -1, *shape[dim + 1 :]), dim)
 
-    return jax.tree.map(own, leaves, shapes)
+    return jax.tree.map(own, leaves, likes)
 
 
 def _in_a_row(values: Stored, leaves: Leaves, *, sharded: bool) -> Joined:

@@ -16,6 +16,7 @@ from jaxpipe.runtime.layout.data_axis import (
     reduce_joined,
     reduce_over_stages,
     room_for,
+    summed_of,
 )
 from jaxpipe.runtime.layout.leaf import Share
 from jaxpipe.runtime.layout.placed import Placed
@@ -54,7 +55,7 @@ class Summed(GradientSink):
         return {"gradients": sums, "reduced": reduced}
 
     def reduces(self, fixed: Fixed) -> bool:
-        return lax.axis_size(fixed.axes.peers) > 1
+        return bool(self._room(fixed, 1, sharded=False))
 
     def add(self, place: LayerPlace, sums: Arrays, stored: Stored) -> Arrays:
         if self._in_slots:
@@ -112,8 +113,8 @@ class Summed(GradientSink):
     ) -> Carried:
         def put(n: int, at: At, arrays: Arrays, reduced: Joined) -> Tree:
             leaves = fixed.params.leaves_at(at, moved[n].num_shares)
-            shapes = _summed(leaves, sharded=not self._in_place)
-            values = get_piece(reduced, n, shapes, leaves)
+            there = fixed.params.read(arrays, fixed.params.piece_at(at, share=moved[n].share))
+            values = get_piece(reduced, n, there, leaves)
             return self._put(fixed, at, moved[n].share, arrays, values), reduced
 
         name = "gradients" if self._in_place else "finished"
@@ -123,10 +124,14 @@ class Summed(GradientSink):
         return carried.but(**{name: arrays})
 
     def _room(self, fixed: Fixed, shares: int, *, sharded: bool) -> Shapes:
-        """The room that pieces, or shares of them, need on their way."""
+        """The room that pieces, or shares of them, need on their way.
+
+        Sums that no other device adds to stay where they are, if their place is what they become.
+        """
         shared = [fixed.params.leaves_at(at, shares) for at in fixed.params.differing]
         pieces = [(_summed(leaves, sharded=sharded), leaves) for leaves in shared]
-        return room_for(pieces, sharded=sharded)
+        room = room_for(pieces, sharded=sharded)
+        return summed_of(room, fixed.axes) if self._in_place else room
 
     def _sums_at(self, fixed: Fixed, at: At, slot: Index, share: Share | None = None) -> Tree:
         """The place of the sums of a piece, or of a share of it."""
