@@ -201,9 +201,10 @@ class PipelineConfig(Section):
     those that wait longest move to the host and back while layers run. Layers must be alike.
     ``auto`` takes the number as its memory_limit and reads costs.offload."""
     pair_layers: bool | None = None
-    """Whether forwards and backwards that the schedule overlaps, as dualpipe-v-published does, run
-    layer by layer in one loop, in which matmuls of one hide communication of the other. null is
-    true on GPUs with tensor, context or expert axes, if layers are alike or unrolled."""
+    """Whether forwards and backwards that the schedule overlaps, as interleaved-overlapped and
+    dualpipe-v-published do, run layer by layer in one loop, in which matmuls of one hide
+    communication of the other. null is true on GPUs with tensor, context or expert axes, if layers
+    are alike or unrolled."""
     update: Literal["step", "chunk"] = "step"
     """Time at which the optimizer runs: after the "step", with the gradients of all layers, or for
     each "chunk" as soon as its gradient is complete, which keeps only the gradients of unfinished
