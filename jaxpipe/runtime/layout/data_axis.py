@@ -101,13 +101,15 @@ def _reduce(
     if zero.shards_state and data_dim is not None:
         scattered = axes.sharding(apart)
         value = _scatter(value, scattered, data_dim)
-    several = _several((*scattered, *apart), axes)
+    several = summed_over((*scattered, *apart), axes)
     return lax.psum(value, several) if several else value
 
 
-def _several(apart: tuple[str, ...], axes: Axes) -> tuple[str, ...]:
-    """The axes of `Axes.peers` but those ``apart``, along which there are several devices: a sum
-    over one device would still copy on some backends."""
+def summed_over(apart: tuple[str, ...], axes: Axes) -> tuple[str, ...]:
+    """The axes over which gradients of arrays are summed that differ along ``apart``.
+
+    A sum over one device would still copy on some backends.
+    """
     return tuple(n for n in axes.peers if n not in apart and lax.axis_size(n) > 1)
 
 
@@ -134,7 +136,7 @@ def room_for(pieces: Iterable[tuple[Shapes, Leaves]], *, sharded: bool) -> Shape
 
 def summed_of(room: Shapes, axes: Axes) -> Shapes:
     """The room of those arrays whose sum takes more than one device."""
-    return {key: w for key, w in room.items() if _several(key[1], axes)}
+    return {key: w for key, w in room.items() if summed_over(key[1], axes)}
 
 
 def no_pieces(slots: Sequence[Index], room: Shapes) -> Joined:

@@ -17,6 +17,7 @@ from jaxpipe.runtime.layout.data_axis import (
     reduce_over_stages,
     room_for,
     summed_of,
+    summed_over,
 )
 from jaxpipe.runtime.layout.leaf import Share
 from jaxpipe.runtime.layout.placed import Placed
@@ -55,7 +56,8 @@ class Summed(GradientSink):
         return {"gradients": sums, "reduced": reduced}
 
     def reduces(self, fixed: Fixed) -> bool:
-        return bool(self._room(fixed, 1, sharded=False))
+        leaves = jax.tree.leaves(fixed.params.placed)
+        return any(summed_over(leaf.apart, fixed.axes) for leaf in leaves)
 
     def add(self, place: LayerPlace, sums: Arrays, stored: Stored) -> Arrays:
         if self._in_slots:
